@@ -1,0 +1,1 @@
+"""Triton kernels, one purpose per module; nothing here is imported before a kernel is needed."""
