@@ -1,0 +1,1 @@
+"""Attention kernels for tree verify in speculative decoding."""
