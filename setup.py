@@ -1,4 +1,4 @@
-"""Build script; all metadata is in pyproject.toml. Compiled kernels, where a toolkit is found, will be hooked in here."""
+"""Build script: a pure-Python wheel. All metadata is in pyproject.toml."""
 
 from setuptools import setup
 

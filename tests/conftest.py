@@ -1,8 +1,8 @@
 """Shared fixtures: one test body serves CPU and GPU, and `device` decides which.
 
-On a machine with CUDA every test that takes `device` runs there, with all dtypes; elsewhere it runs on the CPU. Tests that
-mean nothing without a GPU carry the marker `gpu`; without CUDA they are deselected and counted as such, never skipped one by
-one. TREEATTN_TEST_DEVICE=cpu|cuda overrides the choice.
+On a machine with CUDA every test that takes `device` runs there, with all dtypes; elsewhere it runs on the
+CPU. Tests that mean nothing without a GPU carry the marker `gpu`; without CUDA they are deselected and counted
+as such, never skipped one by one. TREEATTN_TEST_DEVICE=cpu|cuda overrides the choice.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def backends(device: torch.device) -> tuple[str, ...]:
     """Backends to compare on `device`; Triton takes CPU tensors only in its interpreter."""
-    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
-    return ("reference", "torch", "triton") if device.type == "cuda" or interpreting else ("reference", "torch")
+    takes_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return ("reference", "torch", "triton") if takes_triton else ("reference", "torch")
 
 
 @pytest.fixture(scope="session")

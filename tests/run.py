@@ -1,8 +1,9 @@
 """Run every check that needs no GPU, each group in a process of its own, and close with one combined count.
 
-Groups: `lint` (ruff, mypy), `cpu` (plain tests), `interpreter` (Triton kernels on CPU tensors), `compile` (every shipped
-configuration for every chip, with the newest Triton) and `compile-old` (the same with the oldest). The last two groups need
-their own processes: TRITON_INTERPRET must be set before Triton is imported, and a compile test replaces Triton's driver.
+Groups: `lint` (ruff, mypy), `cpu` (plain tests), `interpreter` (Triton kernels on CPU tensors), `compile` (every
+shipped configuration for every chip, with the newest Triton) and `compile-old` (the same with the oldest). They
+cannot share a process: TRITON_INTERPRET must be set before Triton is imported, and a compile test replaces
+Triton's driver.
 
 Usage: `python tests/run.py [GROUP ...]`; TREEATTN_TEST_JOBS (default 2) is the number of worker processes.
 The exit status is 0 only if every group ran at least one test and none failed.
@@ -26,7 +27,7 @@ OLD_TRITON = ROOT / ".triton36"
 
 @dataclass(frozen=True)
 class Group:
-    """One process: either a plain command, counted as one check, or a pytest run, counted from its JUnit file."""
+    """One process: a plain command, counted as one check, or a pytest run, counted from its JUnit file."""
 
     name: str
     command: tuple[str, ...]
@@ -42,8 +43,8 @@ class Count:
 
 
 def pytest_group(name: str, *args: str, **env: str) -> Group:
-    command = (sys.executable, "-m", "pytest", "-q", "-n", JOBS, "--dist", "worksteal", "-m", "not gpu", *args)
-    return Group(name, command, env={"OMP_NUM_THREADS": "1", **env})
+    options = ("-q", "-n", JOBS, "--dist", "worksteal", "-m", "not gpu")
+    return Group(name, (sys.executable, "-m", "pytest", *options, *args), env={"OMP_NUM_THREADS": "1", **env})
 
 
 GROUPS = {
@@ -83,7 +84,7 @@ def run_group(group: Group, scratch: Path) -> Count:
     if count.passed + count.failed == 0:
         print(f"--- {group.name}: no test ran, which counts as a failure")
     # A crash, an interruption, or nothing collected (exit status 5) leaves no failed test behind but is one.
-    if status != 0 and count.failed == 0 or count.passed + count.failed == 0:
+    if (status != 0 and count.failed == 0) or count.passed + count.failed == 0:
         return Count(count.passed, count.failed + 1, count.skipped)
     return count
 

@@ -1,4 +1,4 @@
-"""Triton kernels on CPU tensors, through Triton's interpreter. Needs a process of its own: `pytest tests/interpreter`."""
+"""Triton kernels on CPU tensors, in Triton's interpreter; run as `pytest tests/interpreter`, a process of its own."""
 
 from __future__ import annotations
 
