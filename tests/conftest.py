@@ -1,8 +1,8 @@
 """Shared fixtures: one test body serves CPU and GPU, and `device` decides which.
 
 On a machine with CUDA every test that takes `device` runs there, with all dtypes; elsewhere it runs on the
-CPU. Tests that mean nothing without a GPU carry the marker `gpu`; without CUDA they are deselected and counted
-as such, never skipped one by one. TREEATTN_TEST_DEVICE=cpu|cuda overrides the choice.
+CPU. Tests that mean nothing without a GPU carry the marker `gpu`; without CUDA they are deselected, which
+pytest's closing line counts, and never skipped one by one. TREEATTN_TEST_DEVICE=cpu|cuda overrides.
 """
 
 from __future__ import annotations

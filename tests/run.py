@@ -1,9 +1,9 @@
 """Run every check that needs no GPU, each group in a process of its own, and close with one combined count.
 
-Groups: `lint` (ruff, mypy), `cpu` (plain tests), `interpreter` (Triton kernels on CPU tensors), `compile` (every
-shipped configuration for every chip, with the newest Triton) and `compile-old` (the same with the oldest). They
-cannot share a process: TRITON_INTERPRET must be set before Triton is imported, and a compile test replaces
-Triton's driver.
+Groups: `lint` (ruff, mypy), `cpu` (plain tests), `interpreter` (Triton kernels on CPU tensors), `compile`
+(every shipped configuration for every chip, with the newest Triton) and `compile-old` (the same with the
+oldest). They cannot share a process: TRITON_INTERPRET must be set before Triton is imported, and a compile
+test replaces Triton's driver.
 
 Usage: `python tests/run.py [GROUP ...]`; TREEATTN_TEST_JOBS (default 2) is the number of worker processes.
 The exit status is 0 only if every group ran at least one test and none failed.
@@ -22,7 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = os.environ.get("TREEATTN_TEST_JOBS", "2")
-OLD_TRITON = ROOT / ".triton36"
+OLD_TRITON = "3.6.0"
+OLD_TRITON_DIR = str(ROOT / ".triton36")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,11 @@ GROUPS = {
     "cpu": (pytest_group("cpu", "tests"),),
     "interpreter": (pytest_group("interpreter", "tests/interpreter", TRITON_INTERPRET="1"),),
     "compile": (pytest_group("compile", "tests/compile"),),
-    "compile-old": (pytest_group("compile-old", "tests/compile", PYTHONPATH=str(OLD_TRITON)),),
+    "compile-old": (
+        pytest_group(
+            "compile-old", "tests/compile", PYTHONPATH=OLD_TRITON_DIR, TREEATTN_TEST_TRITON=OLD_TRITON
+        ),
+    ),
 }
 
 

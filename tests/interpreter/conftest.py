@@ -1,4 +1,4 @@
-"""Triton kernels on CPU tensors, in Triton's interpreter; run as `pytest tests/interpreter`, a process of its own."""
+"""Triton kernels on CPU tensors, in Triton's interpreter; `pytest tests/interpreter` runs them alone."""
 
 from __future__ import annotations
 
