@@ -3,6 +3,9 @@
 On a machine with CUDA every test that takes `device` runs there, with all dtypes; elsewhere it runs on the
 CPU. Tests that mean nothing without a GPU carry the marker `gpu`; without CUDA they are deselected, which
 pytest's closing line counts, and never skipped one by one. TREEATTN_TEST_DEVICE=cpu|cuda overrides.
+
+Exhaustiveness follows HYPOTHESIS_PROFILE: `default` while working, `ci` (chosen where CI is set:
+repeatable), or `thorough` for a long run.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ def chosen_device() -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("TREEATTN_TEST_DEVICE=cuda, but torch sees no CUDA device")
     return torch.device(name)
+
+
+# Set for good, so that nested conftests and the processes that a test starts decide alike.
+os.environ["TREEATTN_TEST_DEVICE"] = chosen_device().type
 
 
 def pytest_report_header(config: pytest.Config) -> str:
