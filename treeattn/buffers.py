@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout, write_layout_
+from .masks import MaskForm
 from .plan import HostState, PlanBuffers, Step, prepare_step, update_plan_
 
 
@@ -89,7 +90,7 @@ class StaticBuffers:
         prefix_lens: Tensor,
         parents: Tensor | None = None,
         mask: Tensor | None = None,
-        form: str | None = None,
+        form: MaskForm | None = None,
         chain: bool = False,
         q_len: int | None = None,
         num_nodes: Tensor | None = None,
@@ -117,12 +118,14 @@ class StaticBuffers:
         ValueError
             If the step exceeds a capacity; names what was asked and what there is, and nothing has been written.
         """
-        batch, width, rows = self._check_capacity(prefix_lens, parents, qo_indptr, q_len, chain)
+        if (parents is not None) + (mask is not None) + chain != 1:
+            raise ValueError("give one of parents, mask (with form) or chain=True")
+        batch, width, rows = self._check_capacity(prefix_lens, parents, qo_indptr, q_len)
         if kv is not None:
             for own in {id(group.kv): group.kv for group in self.groups}.values():
                 own.copy_(kv)
         write_layout_(
-            self.layout, parents=parents, mask=mask, form=form, chain=chain, prefix_lens=prefix_lens,
+            self.layout, parents=parents, mask=mask, form=form, prefix_lens=prefix_lens,
             num_nodes=num_nodes, qo_indptr=qo_indptr, q_len=width, positions=positions, mask_indptr=mask_indptr,
             batch=batch,
         )  # fmt: skip
@@ -131,7 +134,7 @@ class StaticBuffers:
             update_plan_(group)
 
     def _check_capacity(
-        self, prefix_lens: Tensor, parents: Tensor | None, qo_indptr: Tensor | None, q_len: int | None, chain: bool
+        self, prefix_lens: Tensor, parents: Tensor | None, qo_indptr: Tensor | None, q_len: int | None
     ) -> tuple[int, int | None, int | None]:
         """``batch``, uniform width and rows of a step, as far as the host knows them, within capacity."""
         layout = self.layout
