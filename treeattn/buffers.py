@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout, write_layout_
-from .masks import MaskForm
+from .layout_input import MaskForm
 from .plan import HostState, PlanBuffers, Step, prepare_step, update_plan_
 
 
