@@ -1,1 +1,1 @@
-"""Triton kernels, one purpose per module; nothing here is imported before a kernel is needed."""
+"""Triton kernels: the layout, the plan, attention with its merge, and verify. Importing this package imports Triton."""
