@@ -151,6 +151,24 @@ def write_rows(
     tl.store(out_request_ptr + rows, request.to(tl.int32), mask=inside)
 
 
+@triton.jit
+def write_tail(
+    first, words, end, total_q, out_words_ptr, out_parents_ptr, out_depths_ptr, out_positions_ptr, out_request_ptr,
+    NUM_WORDS: tl.constexpr, WITH_FIELDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows of no request from `end` on, among ROWS rows from `first`; `words` is the block of words to write."""
+    rows = first + tl.arange(0, ROWS)
+    inside = (rows >= end) & (rows < total_q)
+    at = rows[:, None] * NUM_WORDS + words[None, :]
+    tl.store(out_words_ptr + at, at * 0, mask=inside[:, None] & (words < NUM_WORDS)[None, :])
+    if WITH_FIELDS:
+        none = tl.full([ROWS], -1, tl.int32)
+        write_rows(
+            rows, inside, none, none + 1, tl.zeros_like(rows), none, out_parents_ptr, out_depths_ptr,
+            out_positions_ptr, out_request_ptr,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["batch", "capacity", "q_len", "limit", "total_q", "max_q_len"])
 def ancestors_kernel(
     parents_ptr,  # int32|int64, row i of request b at b * stride_parents_b + i * stride_parents_row (RAGGED: flat)
@@ -190,15 +208,16 @@ def ancestors_kernel(
     w = tl.program_id(1)
     index, low, high, raw_low, raw_high = row_bounds(qo_ptr, stride_qo, batch, q_len, limit, RAGGED, BATCH)
     if b >= capacity:
-        end = tl.max(high, 0)
-        rows = (b - capacity).to(tl.int64) * TAIL_BLOCK + tl.arange(0, TAIL_BLOCK)
-        inside = (rows >= end) & (rows < total_q)
-        tl.store(out_words_ptr + rows * NUM_WORDS + w, tl.zeros_like(rows), mask=inside)
+        tail = (b - capacity).to(tl.int64) * TAIL_BLOCK
         if w == 0:
-            none = tl.full([TAIL_BLOCK], -1, tl.int32)
-            write_rows(
-                rows, inside, none, none + 1, tl.zeros_like(rows), none, out_parents_ptr, out_depths_ptr,
-                out_positions_ptr, out_request_ptr,
+            write_tail(
+                tail, tl.arange(0, 1), tl.max(high, 0), total_q, out_words_ptr, out_parents_ptr, out_depths_ptr,
+                out_positions_ptr, out_request_ptr, NUM_WORDS, True, TAIL_BLOCK,
+            )  # fmt: skip
+        else:
+            write_tail(
+                tail, tl.arange(0, 1) + w, tl.max(high, 0), total_q, out_words_ptr, out_parents_ptr, out_depths_ptr,
+                out_positions_ptr, out_request_ptr, NUM_WORDS, False, TAIL_BLOCK,
             )  # fmt: skip
     else:
         start, width, prefix, nodes, code, about_row, about_value = request_shape(
@@ -209,19 +228,18 @@ def ancestors_kernel(
         if CHAIN:
             parent = local - 1
         else:
-            at = parents_ptr + local.to(tl.int64) * stride_parents_row
             if RAGGED:
-                at += start * stride_parents_row
+                base = start * stride_parents_row
             else:
-                at += b.to(tl.int64) * stride_parents_b
-            given = tl.load(at, mask=local < nodes, other=-1)
+                base = b.to(tl.int64) * stride_parents_b
+            given = tl.load(parents_ptr + base + local.to(tl.int64) * stride_parents_row, mask=local < nodes, other=-1)
             sound = tl.where(local == 0, given == -1, (given >= 0) & (given < local))
             first_bad = tl.min(tl.where((local < nodes) & (sound == 0), local, BLOCK), 0)
-            if first_bad < BLOCK:
-                code = PARENT
-                about_row = first_bad.to(tl.int64)
-                about_value = _pick(given.to(tl.int64), local, first_bad)
-                nodes = 0
+            bad = first_bad < BLOCK
+            code = tl.where(bad, PARENT, code)
+            about_row = tl.where(bad, first_bad, about_row)
+            about_value = tl.where(bad, _pick(given.to(tl.int64), local, first_bad), about_value)
+            nodes = tl.where(bad, 0, nodes)
             parent = given.to(tl.int32)
         real = local < nodes
         ancestor = tl.where(real, parent, -1)
@@ -348,9 +366,9 @@ def read_rows_kernel(
         if WITH_PREFIX == 0:
             prefix = prefix * 0
         row = i.to(tl.int64) * (prefix + width)
-        hole = NO_COLUMN
-        odd = NO_COLUMN
-        some = 0
+        hole = width * 0 + NO_COLUMN
+        odd = width * 0 + NO_COLUMN
+        some = width * 0
         if WITH_PREFIX:
             for first in range(0, prefix, CHUNK):
                 column = first + tl.arange(0, CHUNK).to(tl.int64)
@@ -457,50 +475,43 @@ def finish_kernel(
     index, low, high, raw_low, raw_high = row_bounds(qo_ptr, stride_qo, batch, q_len, limit, RAGGED, BATCH)
     word = tl.arange(0, WORDS)
     if b >= capacity:
-        end = tl.max(high, 0)
-        rows = (b - capacity).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        inside = (rows >= end) & (rows < total_q)
-        at = rows[:, None] * NUM_WORDS + word[None, :]
-        tl.store(out_words_ptr + at, at * 0, mask=inside[:, None] & (word < NUM_WORDS)[None, :])
-        none = tl.full([ROWS], -1, tl.int32)
-        write_rows(
-            rows, inside, none, none + 1, tl.zeros_like(rows), none, out_parents_ptr, out_depths_ptr,
-            out_positions_ptr, out_request_ptr,
+        write_tail(
+            (b - capacity).to(tl.int64) * ROWS, word, tl.max(high, 0), total_q, out_words_ptr, out_parents_ptr,
+            out_depths_ptr, out_positions_ptr, out_request_ptr, NUM_WORDS, True, ROWS,
         )  # fmt: skip
     else:
         start, width, prefix, nodes, code, about_row, about_value = request_shape(
             b, low, high, raw_low, raw_high, index, prefix_ptr, stride_prefix, nodes_ptr, stride_nodes, batch, q_len,
             max_q_len, RAGGED, HAS_NODES,
         )  # fmt: skip
-        about = b
         if HAS_STATES:
             begin, stop, short = mask_block(
                 b, index, low, high, prefix_ptr, stride_prefix, mask_indptr_ptr, stride_mask_indptr, mask_size, batch,
                 FORMAT, WITH_PREFIX, HAS_INDPTR, EXACT,
             )  # fmt: skip
-            if (nodes > 0) & short:
-                code = MASK_SIZE
-                about_row = mask_size.to(tl.int64)
-                about_value = stop
-                nodes = 0
-            local = tl.arange(0, BLOCK)
-            state = tl.load(out_depths_ptr + start + local, mask=local < nodes, other=1)
-            odd_row = tl.min(tl.where(state < 0, local, BLOCK), 0)
+            short = short & (nodes > 0)
+            code = tl.where(short, MASK_SIZE, code)
+            about_row = tl.where(short, mask_size, about_row)
+            about_value = tl.where(short, stop, about_value)
+            nodes = tl.where(short, 0, nodes)
+            all_rows = tl.arange(0, BLOCK)
+            state = tl.load(out_depths_ptr + start + all_rows, mask=all_rows < nodes, other=1)
+            odd_row = tl.min(tl.where(state < 0, all_rows, BLOCK), 0)
             if WITH_PREFIX:
                 if HAS_NODES == 0:
-                    nodes = tl.max(tl.where((local < nodes) & (state != 0), local + 1, 0), 0)
-                hides = (local < nodes) & ((state > 1) | ((state == 0) & (prefix > 0)))
-                hole_row = tl.min(tl.where(hides, local, BLOCK), 0)
-                if hole_row < BLOCK:
-                    code = MASK_HOLE
-                    about_row = hole_row.to(tl.int64)
-                    about_value = tl.maximum(_pick(state, local, hole_row) - 2, 0).to(tl.int64)
-                    nodes = 0
-            if odd_row < BLOCK:
-                code = BIAS_VALUE
-                about_row = odd_row.to(tl.int64)
-                about_value = (-1 - _pick(state, local, odd_row)).to(tl.int64)
-                nodes = 0
+                    nodes = tl.max(tl.where((all_rows < nodes) & (state != 0), all_rows + 1, 0), 0)
+                hides = (all_rows < nodes) & ((state > 1) | ((state == 0) & (prefix > 0)))
+                hole_row = tl.min(tl.where(hides, all_rows, BLOCK), 0)
+                hole = hole_row < BLOCK
+                code = tl.where(hole, MASK_HOLE, code)
+                about_row = tl.where(hole, hole_row, about_row)
+                about_value = tl.where(hole, tl.maximum(_pick(state, all_rows, hole_row) - 2, 0), about_value)
+                nodes = tl.where(hole, 0, nodes)
+            odd = odd_row < BLOCK
+            code = tl.where(odd, BIAS_VALUE, code)
+            about_row = tl.where(odd, odd_row, about_row)
+            about_value = tl.where(odd, -1 - _pick(state, all_rows, odd_row), about_value)
+            nodes = tl.where(odd, 0, nodes)
         for first in range(0, width, ROWS):
             local = first + tl.arange(0, ROWS)
             rows = start + local
@@ -534,7 +545,7 @@ def finish_kernel(
             out_nodes_ptr, out_mask_indptr_ptr,
         )  # fmt: skip
         if code != 0:
-            report(status_ptr, code, about, about_row, about_value)
+            report(status_ptr, code, b, about_row, about_value)
 
 
 def _stride(tensor: torch.Tensor | None) -> int:
