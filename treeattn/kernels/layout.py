@@ -4,13 +4,13 @@
 pointers in registers (`layout_torch` has the maths), so the depth of a tree costs log2(depth) gathers and no
 dependent load, and malformed parents cost nothing more: they are found before the first round.
 
-A mask is read by `read_rows_kernel`, a program a row: the prefix part is only searched for holes, the node part
-packed into `mask_words`; what was found goes into `depths[row]` as a state. `finish_kernel`, a program a request,
-reads states and words and writes every field. Two launches, since emptying a request for a hole in any row needs
-all rows read first; words need only the second one.
+A mask is read by `read_rows_kernel`, a program a row: the prefix part is only searched for holes, the node
+part packed into `mask_words`; what was found goes into `depths[row]` as a state. `finish_kernel`, a program
+a request, reads states and words and writes every field. Two launches, since emptying a request for a hole
+in any row needs all rows read first; words need only the second one.
 
-Every launch has extra programs that write the rows past the last request. Each program derives the row bounds of
-its request itself, so there is no prefix-sum kernel. All offsets are 64-bit.
+Every launch has extra programs that write the rows past the last request. Each program derives the row
+bounds of its request itself, so there is no prefix-sum kernel. All offsets are 64-bit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def report(status_ptr, code, request, row, value):
     if tl.atomic_cas(status_ptr, 0, code) == 0:
         tl.store(status_ptr + 1, request)
         tl.store(status_ptr + 2, tl.minimum(row.to(tl.int64), 2147483647).to(tl.int32))
-        tl.store(status_ptr + 3, tl.minimum(tl.maximum(value.to(tl.int64), -2147483648), 2147483647).to(tl.int32))
+        tl.store(
+            status_ptr + 3, tl.minimum(tl.maximum(value.to(tl.int64), -2147483648), 2147483647).to(tl.int32)
+        )
 
 
 @triton.jit
@@ -65,7 +67,7 @@ def _pick(values, index, b):
 
 @triton.jit
 def row_bounds(qo_ptr, stride_qo, batch, q_len, limit, RAGGED: tl.constexpr, BATCH: tl.constexpr):
-    """First and last row of every request, made monotone and clamped to `limit`; requests past `batch` are empty."""
+    """Bounds of every request's rows, monotone and inside `limit`; requests past `batch` are empty."""
     index = tl.arange(0, BATCH)
     if RAGGED:
         inside = index < batch
@@ -128,7 +130,8 @@ def block_sizes(index, low, high, prefix_ptr, stride_prefix, batch, WITH_PREFIX:
 
 @triton.jit
 def write_request(
-    b, capacity, start, width, prefix, nodes, before, size, out_qo_ptr, out_prefix_ptr, out_nodes_ptr, out_mask_indptr_ptr
+    b, capacity, start, width, prefix, nodes, before, size, out_qo_ptr, out_prefix_ptr, out_nodes_ptr,
+    out_mask_indptr_ptr
 ):  # fmt: skip
     """Per-request fields; the last program also closes both indptrs."""
     tl.store(out_qo_ptr + b, start.to(tl.int32))
@@ -142,7 +145,8 @@ def write_request(
 
 @triton.jit
 def write_rows(
-    rows, inside, parents, depths, positions, request, out_parents_ptr, out_depths_ptr, out_positions_ptr, out_request_ptr
+    rows, inside, parents, depths, positions, request, out_parents_ptr, out_depths_ptr, out_positions_ptr,
+    out_request_ptr
 ):  # fmt: skip
     """Per-row fields beside the words."""
     tl.store(out_parents_ptr + rows, parents.to(tl.int32), mask=inside)
@@ -153,10 +157,10 @@ def write_rows(
 
 @triton.jit
 def write_tail(
-    first, words, end, total_q, out_words_ptr, out_parents_ptr, out_depths_ptr, out_positions_ptr, out_request_ptr,
-    NUM_WORDS: tl.constexpr, WITH_FIELDS: tl.constexpr, ROWS: tl.constexpr,
+    first, words, end, total_q, out_words_ptr, out_parents_ptr, out_depths_ptr, out_positions_ptr,
+    out_request_ptr, NUM_WORDS: tl.constexpr, WITH_FIELDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of no request from `end` on, among ROWS rows from `first`; `words` is the block of words to write."""
+    """Rows of no request from `end` on, among ROWS rows from `first`; `words` is the block to write."""
     rows = first + tl.arange(0, ROWS)
     inside = (rows >= end) & (rows < total_q)
     at = rows[:, None] * NUM_WORDS + words[None, :]
@@ -171,7 +175,7 @@ def write_tail(
 
 @triton.jit(do_not_specialize=["batch", "capacity", "q_len", "limit", "total_q", "max_q_len"])
 def ancestors_kernel(
-    parents_ptr,  # int32|int64, row i of request b at b * stride_parents_b + i * stride_parents_row (RAGGED: flat)
+    parents_ptr,  # int32|int64, [batch, q_len], RAGGED: flat [total_q]
     stride_parents_b,
     stride_parents_row,
     qo_ptr,
@@ -211,18 +215,18 @@ def ancestors_kernel(
         tail = (b - capacity).to(tl.int64) * TAIL_BLOCK
         if w == 0:
             write_tail(
-                tail, tl.arange(0, 1), tl.max(high, 0), total_q, out_words_ptr, out_parents_ptr, out_depths_ptr,
-                out_positions_ptr, out_request_ptr, NUM_WORDS, True, TAIL_BLOCK,
+                tail, tl.arange(0, 1), tl.max(high, 0), total_q, out_words_ptr, out_parents_ptr,
+                out_depths_ptr, out_positions_ptr, out_request_ptr, NUM_WORDS, True, TAIL_BLOCK,
             )  # fmt: skip
         else:
             write_tail(
-                tail, tl.arange(0, 1) + w, tl.max(high, 0), total_q, out_words_ptr, out_parents_ptr, out_depths_ptr,
-                out_positions_ptr, out_request_ptr, NUM_WORDS, False, TAIL_BLOCK,
+                tail, tl.arange(0, 1) + w, tl.max(high, 0), total_q, out_words_ptr, out_parents_ptr,
+                out_depths_ptr, out_positions_ptr, out_request_ptr, NUM_WORDS, False, TAIL_BLOCK,
             )  # fmt: skip
     else:
         start, width, prefix, nodes, code, about_row, about_value = request_shape(
-            b, low, high, raw_low, raw_high, index, prefix_ptr, stride_prefix, nodes_ptr, stride_nodes, batch, q_len,
-            max_q_len, RAGGED, HAS_NODES,
+            b, low, high, raw_low, raw_high, index, prefix_ptr, stride_prefix, nodes_ptr, stride_nodes,
+            batch, q_len, max_q_len, RAGGED, HAS_NODES,
         )  # fmt: skip
         local = tl.arange(0, BLOCK)
         if CHAIN:
@@ -232,7 +236,9 @@ def ancestors_kernel(
                 base = start * stride_parents_row
             else:
                 base = b.to(tl.int64) * stride_parents_b
-            given = tl.load(parents_ptr + base + local.to(tl.int64) * stride_parents_row, mask=local < nodes, other=-1)
+            given = tl.load(
+                parents_ptr + base + local.to(tl.int64) * stride_parents_row, mask=local < nodes, other=-1
+            )
             sound = tl.where(local == 0, given == -1, (given >= 0) & (given < local))
             first_bad = tl.min(tl.where((local < nodes) & (sound == 0), local, BLOCK), 0)
             bad = first_bad < BLOCK
@@ -280,8 +286,8 @@ def ancestors_kernel(
             sizes = block_sizes(index, low, high, prefix_ptr, stride_prefix, batch, True)
             before = tl.sum(tl.where(index < b, sizes, 0), 0)
             write_request(
-                b, capacity, start, width, prefix, nodes, before, _pick(sizes, index, b), out_qo_ptr, out_prefix_ptr,
-                out_nodes_ptr, out_mask_indptr_ptr,
+                b, capacity, start, width, prefix, nodes, before, _pick(sizes, index, b), out_qo_ptr,
+                out_prefix_ptr, out_nodes_ptr, out_mask_indptr_ptr,
             )  # fmt: skip
             if code != 0:
                 report(status_ptr, code, b, about_row, about_value)
@@ -354,11 +360,11 @@ def read_rows_kernel(
     i = tl.program_id(0)
     b = tl.program_id(1)
     index, low, high, raw_low, raw_high = row_bounds(qo_ptr, stride_qo, batch, q_len, limit, RAGGED, BATCH)
-    start, width, prefix, nodes, code, about_row, about_value = request_shape(
-        b, low, high, raw_low, raw_high, index, prefix_ptr, stride_prefix, nodes_ptr, stride_nodes, batch, q_len,
-        max_q_len, RAGGED, HAS_NODES,
+    start, width, prefix, nodes, _code, _row, _value = request_shape(
+        b, low, high, raw_low, raw_high, index, prefix_ptr, stride_prefix, nodes_ptr, stride_nodes, batch,
+        q_len, max_q_len, RAGGED, HAS_NODES,
     )  # fmt: skip
-    begin, stop, short = mask_block(
+    begin, _stop, short = mask_block(
         b, index, low, high, prefix_ptr, stride_prefix, mask_indptr_ptr, stride_mask_indptr, mask_size, batch,
         FORMAT, WITH_PREFIX, HAS_INDPTR, EXACT,
     )  # fmt: skip
@@ -374,7 +380,9 @@ def read_rows_kernel(
                 column = first + tl.arange(0, CHUNK).to(tl.int64)
                 inside = column < prefix
                 visible, neither = _visible(mask_ptr, begin, row + column, inside, FORMAT)
-                hole = tl.minimum(hole, tl.min(tl.where(inside & (visible == 0), column, NO_COLUMN), 0).to(tl.int32))
+                hole = tl.minimum(
+                    hole, tl.min(tl.where(inside & (visible == 0), column, NO_COLUMN), 0).to(tl.int32)
+                )
                 odd = tl.minimum(odd, tl.min(tl.where(inside & neither, column, NO_COLUMN), 0).to(tl.int32))
                 some = tl.maximum(some, tl.max((inside & visible).to(tl.int32), 0))
         bit = tl.arange(0, 64).to(tl.int64)
@@ -384,7 +392,9 @@ def read_rows_kernel(
             visible, neither = _visible(mask_ptr, begin, row + prefix + node, inside, FORMAT)
             word = tl.sum((inside & visible).to(tl.int64) << bit, 0)
             tl.store(out_words_ptr + (start + i) * NUM_WORDS + w, word)
-            odd = tl.minimum(odd, tl.min(tl.where(inside & neither, prefix + node, NO_COLUMN), 0).to(tl.int32))
+            odd = tl.minimum(
+                odd, tl.min(tl.where(inside & neither, prefix + node, NO_COLUMN), 0).to(tl.int32)
+            )
             some = tl.where(word != 0, 1, some)
         state = tl.where(some == 0, 0, tl.where(hole == NO_COLUMN, 1, 2 + tl.minimum(hole, NO_COLUMN - 2)))
         state = tl.where(odd == NO_COLUMN, state, -1 - odd)
@@ -423,7 +433,16 @@ def _highest(x):
 
 
 @triton.jit(
-    do_not_specialize=["batch", "capacity", "q_len", "limit", "total_q", "max_q_len", "mask_size", "positions_size"]
+    do_not_specialize=[
+        "batch",
+        "capacity",
+        "q_len",
+        "limit",
+        "total_q",
+        "max_q_len",
+        "mask_size",
+        "positions_size",
+    ]
 )
 def finish_kernel(
     words_ptr,  # int64, row r word w at r * stride_words_row + w * stride_words_word; may be out_words_ptr
@@ -476,18 +495,18 @@ def finish_kernel(
     word = tl.arange(0, WORDS)
     if b >= capacity:
         write_tail(
-            (b - capacity).to(tl.int64) * ROWS, word, tl.max(high, 0), total_q, out_words_ptr, out_parents_ptr,
-            out_depths_ptr, out_positions_ptr, out_request_ptr, NUM_WORDS, True, ROWS,
+            (b - capacity).to(tl.int64) * ROWS, word, tl.max(high, 0), total_q, out_words_ptr,
+            out_parents_ptr, out_depths_ptr, out_positions_ptr, out_request_ptr, NUM_WORDS, True, ROWS,
         )  # fmt: skip
     else:
         start, width, prefix, nodes, code, about_row, about_value = request_shape(
-            b, low, high, raw_low, raw_high, index, prefix_ptr, stride_prefix, nodes_ptr, stride_nodes, batch, q_len,
-            max_q_len, RAGGED, HAS_NODES,
+            b, low, high, raw_low, raw_high, index, prefix_ptr, stride_prefix, nodes_ptr, stride_nodes,
+            batch, q_len, max_q_len, RAGGED, HAS_NODES,
         )  # fmt: skip
         if HAS_STATES:
-            begin, stop, short = mask_block(
-                b, index, low, high, prefix_ptr, stride_prefix, mask_indptr_ptr, stride_mask_indptr, mask_size, batch,
-                FORMAT, WITH_PREFIX, HAS_INDPTR, EXACT,
+            _begin, stop, short = mask_block(
+                b, index, low, high, prefix_ptr, stride_prefix, mask_indptr_ptr, stride_mask_indptr,
+                mask_size, batch, FORMAT, WITH_PREFIX, HAS_INDPTR, EXACT,
             )  # fmt: skip
             short = short & (nodes > 0)
             code = tl.where(short, MASK_SIZE, code)
@@ -518,7 +537,9 @@ def finish_kernel(
             inside = local < width
             real = local < nodes
             held = real[:, None] & (word < words_given)[None, :] & (word < NUM_WORDS)[None, :]
-            source = words_ptr + rows[:, None] * stride_words_row + word[None, :].to(tl.int64) * stride_words_word
+            source = (
+                words_ptr + rows[:, None] * stride_words_row + word[None, :].to(tl.int64) * stride_words_word
+            )
             bits = tl.load(source, mask=held, other=0).to(tl.uint64, bitcast=True)
             bits = bits & _low_bits(nodes - word * 64)[None, :]
             seen = tl.sum(_popcount(bits), 1)
@@ -541,8 +562,8 @@ def finish_kernel(
         sizes = block_sizes(index, low, high, prefix_ptr, stride_prefix, batch, True)
         before = tl.sum(tl.where(index < b, sizes, 0), 0)
         write_request(
-            b, capacity, start, width, prefix, nodes, before, _pick(sizes, index, b), out_qo_ptr, out_prefix_ptr,
-            out_nodes_ptr, out_mask_indptr_ptr,
+            b, capacity, start, width, prefix, nodes, before, _pick(sizes, index, b), out_qo_ptr,
+            out_prefix_ptr, out_nodes_ptr, out_mask_indptr_ptr,
         )  # fmt: skip
         if code != 0:
             report(status_ptr, code, b, about_row, about_value)
@@ -586,15 +607,15 @@ def _write_mask(
 ) -> None:
     flat = source.kind != "words"
     data = source.data
-    mask = dict(
-        mask_indptr_ptr=source.mask_indptr if source.mask_indptr is not None else layout.mask_indptr,
-        stride_mask_indptr=_stride(source.mask_indptr),
-        mask_size=data.numel(),
-        FORMAT=_FORMATS.get(source.kind, BYTES),
-        WITH_PREFIX=source.kind in ("full", "packed", "bias"),
-        HAS_INDPTR=source.mask_indptr is not None,
-        EXACT=source.exact,
-    )
+    mask = {
+        "mask_indptr_ptr": source.mask_indptr if source.mask_indptr is not None else layout.mask_indptr,
+        "stride_mask_indptr": _stride(source.mask_indptr),
+        "mask_size": data.numel(),
+        "FORMAT": _FORMATS.get(source.kind, BYTES),
+        "WITH_PREFIX": source.kind in ("full", "packed", "bias"),
+        "HAS_INDPTR": source.mask_indptr is not None,
+        "EXACT": source.exact,
+    }
     if flat and layout.max_q_len > 0:
         read_rows_kernel[(layout.max_q_len, layout.batch)](
             mask_ptr=data.view(torch.uint8) if data.dtype == torch.bool else data,
@@ -630,34 +651,34 @@ def _write_mask(
 
 
 def _shape_arguments(layout: TreeLayout, source: LayoutInput) -> dict[str, Any]:
-    return dict(
-        qo_ptr=source.qo_indptr if source.qo_indptr is not None else layout.qo_indptr,
-        stride_qo=_stride(source.qo_indptr),
-        prefix_ptr=source.prefix_lens,
-        stride_prefix=_stride(source.prefix_lens),
-        nodes_ptr=source.num_nodes if source.num_nodes is not None else layout.num_nodes,
-        stride_nodes=_stride(source.num_nodes),
-        batch=source.batch,
-        q_len=0 if source.q_len is None else source.q_len,
-        limit=min(layout.total_q, source.rows),
-        max_q_len=layout.max_q_len,
-        NUM_WORDS=layout.num_words,
-        RAGGED=source.qo_indptr is not None,
-        HAS_NODES=source.num_nodes is not None,
-        BATCH=max(triton.next_power_of_2(layout.batch + 1), 16),
-    )
+    return {
+        "qo_ptr": source.qo_indptr if source.qo_indptr is not None else layout.qo_indptr,
+        "stride_qo": _stride(source.qo_indptr),
+        "prefix_ptr": source.prefix_lens,
+        "stride_prefix": _stride(source.prefix_lens),
+        "nodes_ptr": source.num_nodes if source.num_nodes is not None else layout.num_nodes,
+        "stride_nodes": _stride(source.num_nodes),
+        "batch": source.batch,
+        "q_len": 0 if source.q_len is None else source.q_len,
+        "limit": min(layout.total_q, source.rows),
+        "max_q_len": layout.max_q_len,
+        "NUM_WORDS": layout.num_words,
+        "RAGGED": source.qo_indptr is not None,
+        "HAS_NODES": source.num_nodes is not None,
+        "BATCH": max(triton.next_power_of_2(layout.batch + 1), 16),
+    }
 
 
 def _outputs(layout: TreeLayout) -> dict[str, Any]:
-    return dict(
-        out_qo_ptr=layout.qo_indptr,
-        out_prefix_ptr=layout.prefix_lens,
-        out_nodes_ptr=layout.num_nodes,
-        out_mask_indptr_ptr=layout.mask_indptr,
-        out_words_ptr=layout.mask_words,
-        out_parents_ptr=layout.parents,
-        out_depths_ptr=layout.depths,
-        out_positions_ptr=layout.positions,
-        out_request_ptr=layout.row_request,
-        status_ptr=layout.status,
-    )
+    return {
+        "out_qo_ptr": layout.qo_indptr,
+        "out_prefix_ptr": layout.prefix_lens,
+        "out_nodes_ptr": layout.num_nodes,
+        "out_mask_indptr_ptr": layout.mask_indptr,
+        "out_words_ptr": layout.mask_words,
+        "out_parents_ptr": layout.parents,
+        "out_depths_ptr": layout.depths,
+        "out_positions_ptr": layout.positions,
+        "out_request_ptr": layout.row_request,
+        "status_ptr": layout.status,
+    }
