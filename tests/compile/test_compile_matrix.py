@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import triton
-from treeattn.kernels import catalogue
 
+from treeattn.kernels import catalogue
 from treeattn.testing.compile_matrix import SHARED_LIMIT_BYTES, compile_for
 
 # (Triton minor version, arch, case name) -> (bytes of spill stores + loads allowed, why it ships all the
