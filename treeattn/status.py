@@ -24,6 +24,7 @@ class Status(IntEnum):
     MASK_SIZE = 7
     BIAS_VALUE = 8
     MASK_INDPTR = 9
+    WORK = 10
 
 
 MESSAGES: dict[Status, str] = {
@@ -49,6 +50,9 @@ MESSAGES: dict[Status, str] = {
     Status.BIAS_VALUE: (
         "request {request}: row {row} has a bias at key {value} that is neither 0 (visible) "
         "nor masked (-inf or a large negative number)"
+    ),
+    Status.WORK: (
+        "the batch's lengths add up to {value} x 1024 tiles of work, the plan counts to {row}: a length is wrong"
     ),
     Status.MASK_INDPTR: "request {request} starts at {value}, must be {row}",
 }
