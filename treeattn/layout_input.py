@@ -223,7 +223,7 @@ def check_size(source: LayoutInput, canonical: int) -> None:
 
 
 def canonical_indptr(source: LayoutInput, qo_indptr: Tensor) -> Tensor:
-    """Compute where each request's block starts in this form: elements, bytes for "packed". int64 [batch + 1]."""
+    """Compute where each request's block starts in this form (bytes for "packed"): int64 [batch + 1]."""
     if source.kind == "tree":
         return tree_indptr(qo_indptr)
     full = full_indptr(qo_indptr, source.prefix_lens[: source.batch])
