@@ -37,7 +37,9 @@ def seen(layout: TreeLayout) -> list[str]:
     return ["".join(map(str, row)) for row in unpack_words(layout.mask_words, width).int().tolist()]
 
 
-def dirty(max_batch: int, max_q_len: int, max_total_q: int | None, device: torch.device | str = "cpu") -> TreeLayout:
+def dirty(
+    max_batch: int, max_q_len: int, max_total_q: int | None, device: torch.device | str = "cpu"
+) -> TreeLayout:
     """A layout whose memory holds what no step may leave behind."""
     layout = TreeLayout.allocate(max_batch, max_q_len, max_total_q, device)
     for name in FIELDS:
@@ -167,8 +169,8 @@ def test_fault_1_padded_batch(device: torch.device) -> None:
 
 def test_fault_2_word_stride_is_the_batchs(device: torch.device) -> None:
     layout = TreeLayout.from_parents(
-        torch.tensor([[-1, *range(39)], [-1, 0, 0, 1, 1, 2, *[0] * 34]], device=device), [0, 0], num_nodes=[40, 6],
-        max_q_len=70,
+        torch.tensor([[-1, *range(39)], [-1, 0, 0, 1, 1, 2, *[0] * 34]], device=device), [0, 0],
+        num_nodes=[40, 6], max_q_len=70,
     )  # fmt: skip
     assert layout.mask_words.shape == (80, 2)
     rows = unpack_words(layout.mask_words[40:46], 6).int().tolist()
@@ -181,7 +183,7 @@ def test_fault_5_nothing_of_the_previous_step_survives(device: torch.device) -> 
     for batch, width in ((4, 40), (2, 3), (0, 5), (1, 70), (3, 1)):
         parents = torch.tensor(
             [[int(torch.randint(0, i, (), generator=generator)) if i else -1 for i in range(width)]] * batch,
-                dtype=torch.int64,
+            dtype=torch.int64,
         ).reshape(batch, width)
         prefixes = torch.arange(batch) * 10 + 50
         write_layout_(layout, batch=batch, parents=parents.to(device), prefix_lens=prefixes.to(device))

@@ -79,7 +79,9 @@ def test_padding_and_empty_slots_are_not_read() -> None:
 
 
 def test_render_by_hand() -> None:
-    drawn = render_tree([-1, 0, 0, 1, 1, 2], labels=["the", " cat", " dog", "\n", " sat", "x"], accepted=[0, 1, 4])
+    drawn = render_tree(
+        [-1, 0, 0, 1, 1, 2], labels=["the", " cat", " dog", "\n", " sat", "x"], accepted=[0, 1, 4]
+    )
     assert drawn.splitlines() == [
         "* the",
         "* ├─  cat",

@@ -192,7 +192,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, tor
     seed=st.integers(0, 999),
 )
 def test_compact_is_the_plain_copy(
-    case: dict[str, Any], page_size: int, addresses: str, shape: str, dtype: torch.dtype, index: torch.dtype, seed: int
+    case: dict[str, Any],
+    page_size: int,
+    addresses: str,
+    shape: str,
+    dtype: torch.dtype,
+    index: torch.dtype,
+    seed: int,
 ) -> None:
     layout, _ = build(case)
     generator = torch.Generator().manual_seed(seed)
@@ -204,7 +210,9 @@ def test_compact_is_the_plain_copy(
         kv = PagedKV(page_size=page_size, block_table=pages)
     elif addresses == "csr":
         kv = PagedKV(
-            page_size=page_size, kv_indptr=torch.arange(batch + 1, dtype=index) * pages_each, kv_indices=pages.flatten()
+            page_size=page_size,
+            kv_indptr=torch.arange(batch + 1, dtype=index) * pages_each,
+            kv_indices=pages.flatten(),
         )
     else:
         slots = torch.randperm(n * page_size, generator=generator)[: layout.total_q].to(index)
@@ -212,7 +220,10 @@ def test_compact_is_the_plain_copy(
     sizes = {"NHD": (n, page_size, 2, 3), "HND": (n, 2, page_size, 3), "3-D": (n * page_size, 2, 3),
              "interleaved": (n, page_size, 2, 6)}[shape]  # fmt: skip
     kv_layout = "HND" if shape == "HND" else "NHD"
-    memory = [torch.randint(0, 255, (*sizes, dtype.itemsize), dtype=torch.uint8, generator=generator) for _ in range(2)]
+    memory = [
+        torch.randint(0, 255, (*sizes, dtype.itemsize), dtype=torch.uint8, generator=generator)
+        for _ in range(2)
+    ]
     caches = [m.view(dtype)[..., 0] if dtype.itemsize == 1 else m.view(dtype).squeeze(-1) for m in memory]
     if shape == "interleaved":
         caches = [half for cache in caches for half in (cache[..., :3], cache[..., 3:])]

@@ -24,7 +24,9 @@ EXAMPLES = settings(max_examples=25)
 GUARD = 77
 
 
-def guarded(max_batch: int, max_q_len: int, total_q: int, device: torch.device | str) -> tuple[TreeLayout, list[Tensor]]:
+def guarded(
+    max_batch: int, max_q_len: int, total_q: int, device: torch.device | str
+) -> tuple[TreeLayout, list[Tensor]]:
     """A layout of stale garbage inside longer memory, and the guard elements after each tensor."""
     plain = TreeLayout.allocate(max_batch, max_q_len, total_q, device)
     values: dict[str, Any] = {"max_q_len": max_q_len, "q_len": None}
@@ -104,7 +106,9 @@ def test_ragged_chains(device: torch.device, step: dict[str, Any]) -> None:
 @pytest.mark.parametrize("spare", [0, 2])
 def test_uniform_widths(device: torch.device, width: int, spare: int) -> None:
     generator = torch.Generator().manual_seed(width)
-    parents = torch.stack([(torch.rand(width, generator=generator) * torch.arange(width)).long() for _ in range(3)])
+    parents = torch.stack(
+        [(torch.rand(width, generator=generator) * torch.arange(width)).long() for _ in range(3)]
+    )
     parents[:, 0] = -1
     nodes = torch.tensor([width, max(width - 3, 1), 1])
     step = {"batch": 3, "prefix_lens": torch.tensor([5, 0, 1000], dtype=torch.int32)}
@@ -128,9 +132,17 @@ def test_1025_rows(device: torch.device, shape: str) -> None:
 )
 @pytest.mark.parametrize("kind", ["chain", "tree", "words"])
 def test_a_wrong_qo_indptr_stays_in_bounds(device: torch.device, qo_indptr: list[int], kind: str) -> None:
-    step: dict[str, Any] = {"batch": 2, "qo_indptr": torch.tensor(qo_indptr), "prefix_lens": torch.tensor([3, 4])}
+    step: dict[str, Any] = {
+        "batch": 2,
+        "qo_indptr": torch.tensor(qo_indptr),
+        "prefix_lens": torch.tensor([3, 4]),
+    }
     if kind == "tree":
-        step |= {"mask": torch.ones(40, dtype=torch.bool), "form": "tree", "mask_indptr": torch.tensor([0, 9, 0])}
+        step |= {
+            "mask": torch.ones(40, dtype=torch.bool),
+            "form": "tree",
+            "mask_indptr": torch.tensor([0, 9, 0]),
+        }
     if kind == "words":
         step |= {"mask": torch.full((40, 1), 7), "form": "words"}
     layout = compare(device, (3, 5, 40), **step)
@@ -165,7 +177,9 @@ def masks(draw: st.DrawFn) -> dict[str, Any]:
             mask[draw(st.integers(0, mask.numel() - 1))] = draw(st.sampled_from([1.0, -5.0, float("nan")]))
     elif form == "words":
         bound = 2**63 - 1
-        mask = torch.randint(-bound, bound, (batch * q_len, draw(st.integers((q_len + 63) // 64, 3))), generator=generator)
+        mask = torch.randint(
+            -bound, bound, (batch * q_len, draw(st.integers((q_len + 63) // 64, 3))), generator=generator
+        )
     else:
         mask = flat if draw(st.booleans()) else flat.to(torch.uint8) * 3
     nodes = [draw(st.integers(0, q_len + (draw(st.integers(0, 5)) == 0))) for _ in range(batch)]
@@ -177,7 +191,9 @@ def masks(draw: st.DrawFn) -> dict[str, Any]:
         "form": form,
         "prefix_lens": torch.tensor(prefixes),
         "num_nodes": torch.tensor(nodes, dtype=torch.int32) if draw(st.booleans()) else None,
-        "positions": positions.to(draw(st.sampled_from([torch.int32, torch.int64]))) if draw(st.booleans()) else None,
+        "positions": positions.to(draw(st.sampled_from([torch.int32, torch.int64])))
+        if draw(st.booleans())
+        else None,
         "capacity": (batch + spare, q_len + spare, (batch + spare) * (q_len + spare)),
     }
     if draw(st.booleans()):
@@ -238,6 +254,4 @@ def test_the_founding_bug_reads_someone_elses_bits(device: torch.device) -> None
     assert torch.equal(wrong.mask_words[:17].cpu(), truth.mask_words[:17])
     assert not torch.equal(wrong.mask_words[17:].cpu(), truth.mask_words[17:])
     with pytest.raises(ValueError, match="request 1 starts at 104, must be 374"):
-        TreeLayout.from_mask(
-            mask, "full", [5, 5], q_len=17, mask_indptr=[0, 8 * 13, 16 * 13], validate=True
-        )
+        TreeLayout.from_mask(mask, "full", [5, 5], q_len=17, mask_indptr=[0, 8 * 13, 16 * 13], validate=True)
