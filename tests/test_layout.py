@@ -37,9 +37,7 @@ def seen(layout: TreeLayout) -> list[str]:
     return ["".join(map(str, row)) for row in unpack_words(layout.mask_words, width).int().tolist()]
 
 
-def dirty(
-    max_batch: int, max_q_len: int, max_total_q: int | None, device: torch.device | str = "cpu"
-) -> TreeLayout:
+def dirty(max_batch: int, max_q_len: int, max_total_q: int | None, device: torch.device | str = "cpu") -> TreeLayout:
     """A layout whose memory holds what no step may leave behind."""
     layout = TreeLayout.allocate(max_batch, max_q_len, max_total_q, device)
     for name in FIELDS:
@@ -472,9 +470,7 @@ def test_relabelling_permutes_rows_and_columns(tree: list[int], random: Any) -> 
 
 
 @given(batches(), st.booleans())
-def test_every_form_gives_one_layout(
-    batch: tuple[list[list[int]], list[int], list[int]], name_nodes: bool
-) -> None:
+def test_every_form_gives_one_layout(batch: tuple[list[list[int]], list[int], list[int]], name_nodes: bool) -> None:
     forest, widths, prefixes = batch
     truth = from_forest(forest, widths, prefixes)
     nodes = truth.num_nodes if name_nodes else None

@@ -102,9 +102,7 @@ def test_an_empty_batch_exports_nothing() -> None:
     assert indptr.tolist() == [0]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 70)), min_size=1, max_size=4), st.integers(0, 999)
-)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 70)), min_size=1, max_size=4), st.integers(0, 999))
 def test_exports_agree_with_each_other(shapes: list[tuple[int, int]], seed: int) -> None:
     prefix, widths = zip(*shapes, strict=True)
     indptr = torch.tensor([0, *itertools.accumulate(widths)])

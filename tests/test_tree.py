@@ -66,9 +66,7 @@ def test_every_row_is_the_last_choice_below_its_parent(paths: set[tuple[int, ...
         ([[-1, 0]], [3], "request 0: num_nodes is 3, must be 1 to its q_len 2"),
     ],
 )
-def test_fault_14_names_request_row_and_value(
-    parents: list[list[int]], num_nodes: list[int], message: str
-) -> None:
+def test_fault_14_names_request_row_and_value(parents: list[list[int]], num_nodes: list[int], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         validate_parents(parents, num_nodes)
     assert message in str(raised.value)
@@ -79,9 +77,7 @@ def test_padding_and_empty_slots_are_not_read() -> None:
 
 
 def test_render_by_hand() -> None:
-    drawn = render_tree(
-        [-1, 0, 0, 1, 1, 2], labels=["the", " cat", " dog", "\n", " sat", "x"], accepted=[0, 1, 4]
-    )
+    drawn = render_tree([-1, 0, 0, 1, 1, 2], labels=["the", " cat", " dog", "\n", " sat", "x"], accepted=[0, 1, 4])
     assert drawn.splitlines() == [
         "* the",
         "* ├─  cat",

@@ -77,9 +77,7 @@ def walks(draw: st.DrawFn) -> dict[str, Any]:
     forest = draw(
         st.lists(
             st.integers(1, 12).flatmap(
-                lambda n: st.tuples(*[st.integers(0, max(i - 1, 0)) for i in range(n)]).map(
-                    lambda t: [-1, *t[1:]]
-                )
+                lambda n: st.tuples(*[st.integers(0, max(i - 1, 0)) for i in range(n)]).map(lambda t: [-1, *t[1:]])
             ),
             min_size=1,
             max_size=4,
@@ -220,10 +218,7 @@ def test_compact_is_the_plain_copy(
     sizes = {"NHD": (n, page_size, 2, 3), "HND": (n, 2, page_size, 3), "3-D": (n * page_size, 2, 3),
              "interleaved": (n, page_size, 2, 6)}[shape]  # fmt: skip
     kv_layout = "HND" if shape == "HND" else "NHD"
-    memory = [
-        torch.randint(0, 255, (*sizes, dtype.itemsize), dtype=torch.uint8, generator=generator)
-        for _ in range(2)
-    ]
+    memory = [torch.randint(0, 255, (*sizes, dtype.itemsize), dtype=torch.uint8, generator=generator) for _ in range(2)]
     caches = [m.view(dtype)[..., 0] if dtype.itemsize == 1 else m.view(dtype).squeeze(-1) for m in memory]
     if shape == "interleaved":
         caches = [half for cache in caches for half in (cache[..., :3], cache[..., 3:])]

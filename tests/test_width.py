@@ -58,9 +58,7 @@ def test_topk_above_one_is_a_tree(method: str | None) -> None:
 
 def test_a_drafter_keeps_its_block_size_beside_the_verifier() -> None:
     given: dict[str, Any] = {"method": "ddtree", "block_size": 8, "tree_budget": 16}
-    widths = [
-        resolve_verify_width(role=role, **given).width for role in ("verify", "draft", "verify", "draft")
-    ]
+    widths = [resolve_verify_width(role=role, **given).width for role in ("verify", "draft", "verify", "draft")]
     assert widths == [17, 8, 17, 8]
     assert resolve_verify_width(role="draft", method="ddtree", block_size=8).width == 8
     with pytest.raises(ValueError, match="block_size or width"):

@@ -106,9 +106,7 @@ def test_ragged_chains(device: torch.device, step: dict[str, Any]) -> None:
 @pytest.mark.parametrize("spare", [0, 2])
 def test_uniform_widths(device: torch.device, width: int, spare: int) -> None:
     generator = torch.Generator().manual_seed(width)
-    parents = torch.stack(
-        [(torch.rand(width, generator=generator) * torch.arange(width)).long() for _ in range(3)]
-    )
+    parents = torch.stack([(torch.rand(width, generator=generator) * torch.arange(width)).long() for _ in range(3)])
     parents[:, 0] = -1
     nodes = torch.tensor([width, max(width - 3, 1), 1])
     step = {"batch": 3, "prefix_lens": torch.tensor([5, 0, 1000], dtype=torch.int32)}
@@ -191,9 +189,7 @@ def masks(draw: st.DrawFn) -> dict[str, Any]:
         "form": form,
         "prefix_lens": torch.tensor(prefixes),
         "num_nodes": torch.tensor(nodes, dtype=torch.int32) if draw(st.booleans()) else None,
-        "positions": positions.to(draw(st.sampled_from([torch.int32, torch.int64])))
-        if draw(st.booleans())
-        else None,
+        "positions": positions.to(draw(st.sampled_from([torch.int32, torch.int64]))) if draw(st.booleans()) else None,
         "capacity": (batch + spare, q_len + spare, (batch + spare) * (q_len + spare)),
     }
     if draw(st.booleans()):

@@ -19,16 +19,12 @@ EXAMPLES = settings(max_examples=25)
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def pair(
-    device: torch.device, step: dict[str, Any], capacity: tuple[int, int, int]
-) -> tuple[TreeLayout, TreeLayout]:
+def pair(device: torch.device, step: dict[str, Any], capacity: tuple[int, int, int]) -> tuple[TreeLayout, TreeLayout]:
     """The same layout on the test device and on the CPU."""
     layouts = []
     for where in (device, torch.device("cpu")):
         layout = TreeLayout.allocate(*capacity, device=where)
-        write_layout_(
-            layout, **{k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in step.items()}
-        )
+        write_layout_(layout, **{k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in step.items()})
         layouts.append(layout)
     return layouts[0], layouts[1]
 
@@ -117,9 +113,7 @@ def test_compact(
     def kv(where: torch.device) -> PagedKV:
         if addresses == "csr":
             indptr = torch.arange(batch + 1, dtype=index) * each
-            return PagedKV(
-                page_size=page_size, kv_indptr=indptr.to(where), kv_indices=pages.flatten().to(where)
-            )
+            return PagedKV(page_size=page_size, kv_indptr=indptr.to(where), kv_indices=pages.flatten().to(where))
         tree_slots = slots.to(where) if addresses == "slots" else None
         return PagedKV(page_size=page_size, block_table=pages.to(where), tree_slots=tree_slots)
 
@@ -136,9 +130,7 @@ def test_compact(
         return [half for cache in caches for half in (cache[..., :head_dim], cache[..., head_dim:])]
 
     moved = memory.to(device)
-    compact_kv_(
-        split(moved), kv(device), there, rows.to(device), lens.to(device), kv_layout, backend="triton"
-    )
+    compact_kv_(split(moved), kv(device), there, rows.to(device), lens.to(device), kv_layout, backend="triton")
     compact_kv_(split(memory), kv(torch.device("cpu")), here, rows, lens, kv_layout, backend="torch")
     assert torch.equal(moved.cpu(), memory)
     there.check()
@@ -150,9 +142,7 @@ def test_a_long_path_in_place(device: torch.device) -> None:
     kv = PagedKV(block_table=torch.arange(50, device=device).view(1, 50))
     cache = torch.arange(50.0, device=device).view(50, 1, 1).repeat(1, 2, 3)
     rows = torch.tensor([[0, *range(2, 40), -1]], dtype=torch.int32, device=device)
-    compact_kv_(
-        cache, kv, layout, rows, torch.tensor([39], dtype=torch.int32, device=device), backend="triton"
-    )
+    compact_kv_(cache, kv, layout, rows, torch.tensor([39], dtype=torch.int32, device=device), backend="triton")
     assert cache[:, 0, 0].tolist() == [0, 1, 2, 3, *range(5, 43), *range(42, 50)]
 
 
@@ -161,9 +151,7 @@ def test_a_place_outside_the_table_is_reported_and_not_moved(device: torch.devic
     kv = PagedKV(page_size=2, block_table=torch.tensor([[0, 1, 2]], dtype=torch.int32, device=device))
     cache = torch.arange(8.0, device=device).view(4, 2, 1, 1).clone()
     rows = torch.tensor([[0, 2, 5]], dtype=torch.int32, device=device)
-    compact_kv_(
-        cache, kv, layout, rows, torch.tensor([3], dtype=torch.int32, device=device), backend="triton"
-    )
+    compact_kv_(cache, kv, layout, rows, torch.tensor([3], dtype=torch.int32, device=device), backend="triton")
     assert cache.flatten().tolist() == [0, 1, 2, 3, 5, 5, 6, 7]
     with pytest.raises(ValueError, match="KV_CAPACITY: request 0: needs 9 cache entries, .* has 6"):
         layout.check()

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from treeattn.kernels.layout import report
+from treeattn.kernels.layout_rows import report
 from treeattn.kv import cache_strides
 
 if TYPE_CHECKING:
