@@ -201,6 +201,8 @@ def _check_extras(source: LayoutInput) -> None:
     if source.positions is not None:
         if source.kind in ("parents", "chain"):
             raise ValueError(f"positions of {source.kind} follow from the tree")
+        if not source.positions.is_contiguous():
+            raise ValueError(f"positions must be contiguous, got strides {source.positions.stride()}")
         need = source.batch * source.q_len if source.q_len is not None else 0
         if source.positions.numel() < need:
             raise ValueError(f"positions have {source.positions.numel()} entries, the batch has {need} rows")

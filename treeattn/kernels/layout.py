@@ -16,6 +16,7 @@ import triton.language as tl
 
 from treeattn.kernels.layout_mask import BIAS, BITS, BYTES, finish_kernel, read_rows_kernel
 from treeattn.kernels.layout_rows import (
+    Launch,
     block_sizes,
     pick,
     report,
@@ -159,8 +160,14 @@ def _stride(tensor: torch.Tensor | None) -> int:
 
 def write_layout_triton_(layout: TreeLayout, source: LayoutInput) -> None:
     """Launch the kernels for `source` on the current stream; no host read and no allocation."""
+    for launch in layout_launches(layout, source):
+        launch()
+
+
+def layout_launches(layout: TreeLayout, source: LayoutInput) -> list[Launch]:
+    """List what to launch for `source`, in order."""
     if layout.batch == 0:
-        return
+        return []
     shape = _shape_arguments(layout, source)
     outputs = _outputs(layout)
     full = source.q_len is not None and source.batch * source.q_len == layout.total_q
@@ -168,27 +175,26 @@ def write_layout_triton_(layout: TreeLayout, source: LayoutInput) -> None:
         tail = 0 if full else triton.cdiv(layout.total_q, TAIL)
         block = max(triton.next_power_of_2(layout.max_q_len), 16)
         data = source.data if source.data is not None else layout.parents
-        ancestors_kernel[(layout.batch + tail, layout.num_words)](
-            parents_ptr=data,
-            stride_parents_b=data.stride(0) if data.dim() == 2 else 0,
-            stride_parents_row=data.stride(-1),
-            total_q=layout.total_q,
-            capacity=layout.batch,
-            CHAIN=source.kind == "chain",
-            BLOCK=block,
-            TAIL_BLOCK=TAIL,
+        arguments = {
+            "parents_ptr": data,
+            "stride_parents_b": data.stride(0) if data.dim() == 2 else 0,
+            "stride_parents_row": data.stride(-1),
+            "total_q": layout.total_q,
+            "capacity": layout.batch,
+            "CHAIN": source.kind == "chain",
+            "BLOCK": block,
+            "TAIL_BLOCK": TAIL,
             # A warp for every four rows a lane: narrow trees then gather by shuffles inside one warp.
-            num_warps=min(max(block // 128, 1), 8),
-            **shape,
-            **outputs,
-        )
-        return
-    _write_mask(layout, source, shape, outputs, full)
+            "num_warps": min(max(block // 128, 1), 16),
+        }
+        grid = (layout.batch + tail, layout.num_words)
+        return [Launch(ancestors_kernel, grid, arguments | shape | outputs)]
+    return _mask_launches(layout, source, shape, outputs, full)
 
 
-def _write_mask(
+def _mask_launches(
     layout: TreeLayout, source: LayoutInput, shape: dict[str, Any], outputs: dict[str, Any], full: bool
-) -> None:
+) -> list[Launch]:
     flat = source.kind != "words"
     data = source.data
     mask = {
@@ -200,38 +206,37 @@ def _write_mask(
         "HAS_INDPTR": source.mask_indptr is not None,
         "EXACT": source.exact,
     }
+    launches = []
     if flat and layout.max_q_len > 0:
-        read_rows_kernel[(layout.max_q_len, layout.batch)](
-            mask_ptr=data.view(torch.uint8) if data.dtype == torch.bool else data,
-            out_words_ptr=layout.mask_words,
-            out_state_ptr=layout.depths,
-            CHUNK=1024,
-            num_warps=4,
-            **mask,
-            **shape,
-        )
+        arguments = {
+            "mask_ptr": data.view(torch.uint8) if data.dtype == torch.bool else data,
+            "out_words_ptr": layout.mask_words,
+            "out_state_ptr": layout.depths,
+            "CHUNK": 1024,
+            "num_warps": 4,
+        }
+        launches.append(Launch(read_rows_kernel, (layout.max_q_len, layout.batch), arguments | mask | shape))
     words = layout.mask_words if flat else data
     rows = 32 if layout.num_words <= 8 else 16
     tail = 0 if full else triton.cdiv(layout.total_q, rows)
-    finish_kernel[(layout.batch + tail,)](
-        words_ptr=words,
-        stride_words_row=words.stride(0),
-        stride_words_word=words.stride(1),
-        words_given=words.shape[1],
-        positions_ptr=source.positions if source.positions is not None else layout.positions,
-        positions_size=0 if source.positions is None else source.positions.numel(),
-        total_q=layout.total_q,
-        capacity=layout.batch,
-        HAS_STATES=flat,
-        HAS_POSITIONS=source.positions is not None,
-        BLOCK=max(triton.next_power_of_2(layout.max_q_len), 16),
-        ROWS=rows,
-        WORDS=triton.next_power_of_2(layout.num_words),
-        num_warps=4,
-        **mask,
-        **shape,
-        **outputs,
-    )
+    arguments = {
+        "words_ptr": words,
+        "stride_words_row": words.stride(0),
+        "stride_words_word": words.stride(1),
+        "words_given": words.shape[1],
+        "positions_ptr": source.positions if source.positions is not None else layout.positions,
+        "positions_size": 0 if source.positions is None else source.positions.numel(),
+        "total_q": layout.total_q,
+        "capacity": layout.batch,
+        "HAS_STATES": flat,
+        "HAS_POSITIONS": source.positions is not None,
+        "BLOCK": max(triton.next_power_of_2(layout.max_q_len), 16),
+        "ROWS": rows,
+        "WORDS": triton.next_power_of_2(layout.num_words),
+        "num_warps": 4,
+    }
+    launches.append(Launch(finish_kernel, (layout.batch + tail,), arguments | mask | shape | outputs))
+    return launches
 
 
 def _shape_arguments(layout: TreeLayout, source: LayoutInput) -> dict[str, Any]:

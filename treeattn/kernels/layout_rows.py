@@ -4,8 +4,23 @@ Each program derives the bounds of its own request, so there is no prefix-sum ke
 All offsets are 64-bit.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Launch(NamedTuple):
+    """One launch: what `kernel[grid](**arguments)` needs, so that compile tests see what is really shipped."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    def __call__(self) -> None:
+        """Launch on the current stream."""
+        self.kernel[self.grid](**self.arguments)
+
 
 # Status codes (treeattn.status.Status; jitted code reads only constexpr globals).
 NUM_NODES = tl.constexpr(2)
