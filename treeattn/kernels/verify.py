@@ -277,7 +277,7 @@ def compact_launches(
         head_words = head_dim * size // word
         if heads * head_words == 0 or rows.shape[1] == 0:
             continue
-        block = min(max(triton.next_power_of_2(heads * head_words), 32), 256)
+        block = min(max(triton.next_power_of_2(heads * head_words), 32), 128)
         table = kv.table
         arguments = {
             "bases_ptr": _pointer_table(group),
