@@ -153,7 +153,7 @@ def test_a_place_outside_the_table_is_reported_and_not_moved(device: torch.devic
     rows = torch.tensor([[0, 2, 5]], dtype=torch.int32, device=device)
     compact_kv_(cache, kv, layout, rows, torch.tensor([3], dtype=torch.int32, device=device), backend="triton")
     assert cache.flatten().tolist() == [0, 1, 2, 3, 5, 5, 6, 7]
-    with pytest.raises(ValueError, match="KV_CAPACITY: request 0: needs 9 cache entries, .* has 6"):
+    with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 9 cache entries, .* has 6"):
         layout.check()
 
 
