@@ -29,6 +29,8 @@ class KernelConfig:
         Fewest KV tiles worth a program of its own (a partial costs its write and its merge).
     reason : str
         Why, with the measurement.
+    max_registers : int
+        Registers of a thread that the compiler may use, 0 for as many as it likes.
     """
 
     block_m: int
@@ -41,6 +43,7 @@ class KernelConfig:
     programs_per_sm: int
     min_share: int
     reason: str
+    max_registers: int = 0
 
     @property
     def tile_rows(self) -> int:

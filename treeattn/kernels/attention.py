@@ -29,6 +29,7 @@ from .plan import (
     WORK_ROW_TILES,
     WORK_TILE,
     WORK_TILE_ROWS,
+    WORK_ZERO,
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -270,6 +271,7 @@ def attention_kernel(
     first_row = tl.load(work + WORK_FIRST_ROW)
     row_tiles = tl.load(work + WORK_ROW_TILES)
     tile_rows = tl.load(work + WORK_TILE_ROWS)  # rows are dealt evenly, so that no tile is nearly empty
+    zero = tl.load(work + WORK_ZERO)
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
     # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
@@ -323,6 +325,7 @@ def attention_kernel(
                 k_off = tile_offsets(pages, t, n, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
                 v_off = tile_offsets(pages, t, n, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
                 pages = tile_pages(pages_ptr, tl.minimum(t + 1, end_full - 1), n, PAGE_SIZE, BLOCK_N)
+                row0 += zero
                 k = load_tile(k_head_ptr, k_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
                 v = load_tile(v_head_ptr, v_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
                 acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, valid, scale, False)
@@ -331,6 +334,14 @@ def attention_kernel(
                         acc_r, max_r, sum_r = attend_few(q_r, k, v, acc_r, max_r, sum_r, valid_r, scale, False)
                     else:
                         acc_r, max_r, sum_r = attend(q_r, k, v, acc_r, max_r, sum_r, valid_r, scale, False)
+
+            # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
+            # the loop and held in (and spilled from) the registers that it needs
+            rows = row0 + m
+            valid = rows < row_end
+            if BLOCK_R > 0:
+                rows_r = row0 + r
+                valid_r = rows_r < row_end
 
             for t in tl.range(tl.maximum(tile, full_tiles), last, num_stages=1):
                 in_prefix = t < full_tiles + tail_tiles

@@ -94,7 +94,7 @@ def launch_attention(
     pair = step.launches.get(key)
     if pair is None:
         pair = step.launches[key] = make_launches(step, q.shape[0])
-    attention, finish, items, by_item, chunks = pair
+    attention, finish, items, by_item, chunks, chunk_rows = pair
     wide = layout.max_q_len * max(map(abs, (q.stride(0), out.stride(0)))) >= 2**31
     pdl = finish.options["launch_pdl"]
     lse_strides = (0, 0) if lse is None else lse.stride()
@@ -116,11 +116,12 @@ def launch_attention(
         step.num_qo_heads, items, max_row_tiles(step) * step.num_kv_heads, out.stride(0), out.stride(1), *lse_strides,
         GROUP=step.group, KV_HEADS=step.num_kv_heads, HEAD_DIM=step.head_dim, ZERO_TAIL=zero_tail, BY_ITEM=by_item,
         HAS_LSE=lse is not None, BLOCK_D=config.block_d, TILE_ROWS=config.tile_rows, BLOCK_N=config.block_n,
-        CHUNKS=chunks, CHUNK_ROWS=CHUNK_ROWS, CHUNK_PARTS=CHUNK_PARTS, ZERO_ROWS=ZERO_ROWS, WIDE=wide, PDL=pdl,
+        CHUNKS=chunks, CHUNK_ROWS=chunk_rows, CHUNK_PARTS=16 // chunk_rows, ZERO_ROWS=ZERO_ROWS, WIDE=wide, PDL=pdl,
     )  # fmt: skip
 
 
-CHUNK_ROWS, CHUNK_PARTS, ZERO_ROWS = 4, 8, 16
+ZERO_ROWS = 16
+FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts, not their number
 USE_PDL = True
 
 
@@ -129,18 +130,21 @@ def max_row_tiles(step: Step) -> int:
     return triton.cdiv(step.layout.max_q_len * step.group, step.config.tile_rows)
 
 
-def make_launches(step: Step, rows_q: int) -> tuple[Launch, Launch, int, bool, int]:
-    """The two launches of a layer call, and how the merge is divided: items or boundaries, row chunks of each."""
+def make_launches(step: Step, rows_q: int) -> tuple[Launch, Launch, int, bool, int, int]:
+    """The two launches of a layer call, and how the merge is divided: items or boundaries, row chunks of each
+    and rows of a chunk."""
     layout, config = step.layout, step.config
     items = layout.batch * max_row_tiles(step) * step.num_kv_heads
     by_item = items < step.num_programs
     merges = items if by_item else step.num_programs - 1
     rows = min(config.tile_rows, layout.max_q_len * step.group)
-    chunks = triton.cdiv(rows, CHUNK_ROWS)
+    chunk_rows = 1 if merges * rows <= FEW_MERGES else 4
+    chunks = triton.cdiv(rows, chunk_rows)
     attention = Launch(
         attention_kernel, (step.num_programs,), layout.device,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        | ({"maxnreg": config.max_registers} if config.max_registers else {}),
     )  # fmt: skip
     grid = (merges * chunks + triton.cdiv(rows_q, ZERO_ROWS),)
     finish = Launch(finish_kernel, grid, layout.device, {"num_warps": 4, "launch_pdl": USE_PDL and backends.arch(layout.device) >= 90})
-    return attention, finish, merges, by_item, chunks
+    return attention, finish, merges, by_item, chunks, chunk_rows

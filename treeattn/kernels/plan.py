@@ -37,6 +37,7 @@ WORK_PREFIX = tl.constexpr(6)
 WORK_FIRST_ROW = tl.constexpr(7)
 WORK_ROW_TILES = tl.constexpr(8)
 WORK_TILE_ROWS = tl.constexpr(9)
+WORK_ZERO = tl.constexpr(10)  # always 0: see attention_kernel
 
 
 @triton.jit
@@ -122,6 +123,7 @@ def plan_kernel(
     tl.store(row + WORK_PREFIX, pick(mine, prefix), mask=live)
     tl.store(row + WORK_FIRST_ROW, tl.load(qo_indptr_ptr + request, mask=live, other=0), mask=live)
     tl.store(row + WORK_ROW_TILES, my_row_tiles, mask=live)
+    tl.store(row + WORK_ZERO, p * 0, mask=live)
     tl.store(row + WORK_TILE_ROWS, tl.cdiv(my_nodes * GROUP, my_row_tiles), mask=live)
 
     if tl.program_id(0) == 0:
