@@ -125,7 +125,7 @@ def test_budget_0_is_plain_decoding(model, prompts, greedy):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_named_backends(model, prompts, greedy, backend):
-    result = decode(model, prompts, oracle(prompts, greedy, 3), 8, backend=backend, graph=False)
+    result = decode(model, prompts, oracle(prompts, greedy, 3), 8, backend=backend, mode="eager")
     assert result.outputs == [plain.tokens for plain in greedy]
 
 
@@ -139,12 +139,13 @@ def test_eos_ends_outputs_in_the_middle_of_an_accepted_path(model, prompts, gree
     assert first_divergence(plain, result.outputs) is None
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_graph_replay_writes_what_plain_greedy_writes(model, prompts, greedy, drafter):
-    result = decode(model, prompts, draft_function(drafter), 16, graph=True)
-    assert result.outputs == [plain.tokens for plain in greedy]
-    assert decode(model, prompts, nonsense(5), 8, graph=True).outputs == result.outputs
+@pytest.mark.parametrize("mode", ["static", pytest.param("graph", marks=pytest.mark.gpu)])
+def test_static_buffers_and_graph_replay_write_what_plain_greedy_writes(model, prompts, greedy, mode):
+    eos = greedy[1].tokens[4]
+    plain = [greedy_decode(model, prompt, NEW_TOKENS, eos).tokens for prompt in prompts]
+    assert len({len(tokens) for tokens in plain}) > 1, "some request must finish before the others"
+    for draft in (*map(draft_function, DRAFTERS), nonsense(5), oracle(prompts, greedy, 3)):
+        assert decode(model, prompts, draft, 9, mode=mode, eos=eos).outputs == plain
 
 
 def test_first_divergence_is_found_with_its_margin():
@@ -156,7 +157,8 @@ def test_first_divergence_is_found_with_its_margin():
 
 
 def demo_args(*more: str) -> list[str]:
-    return [*"--model random --prompt abcabcab --prompt x --budgets 3,6 --max-new-tokens 6".split(), *more]
+    prompts = ["--prompt", "abcabcab", "--prompt", "x"]
+    return ["--model", "random", *prompts, "--budgets", "3,6", "--max-new-tokens", "6", *more]
 
 
 def test_the_command_says_lossless_yes_and_shows_a_tree(capsys, device):
@@ -194,7 +196,7 @@ def test_a_wrong_backend_is_lossless_no(capsys, monkeypatch, device, dtype, stat
 
 def test_a_subtly_wrong_backend_does_not_pass(monkeypatch, model, prompts, greedy):
     monkeypatch.setattr(treeattn, "tree_attention", skew(treeattn.tree_attention))
-    result = decode(model, prompts, oracle(prompts, greedy, 3), 9, graph=False)
+    result = decode(model, prompts, oracle(prompts, greedy, 3), 9, mode="eager")
     assert first_divergence(greedy, result.outputs) is not None
 
 

@@ -3,7 +3,7 @@
 One pass of the tree loop serves all requests, each with its own tree, prefix and length:
 draft (host) → layout → plan → model → accept → compaction of the cache → accepted tokens back to the host.
 Everything between the drafts and the accepted tokens is :func:`verify_pass`; on a GPU it is captured once
-into a CUDA graph and replayed (:class:`GraphVerifier`), otherwise it runs as it is on the requests still
+into a CUDA graph and replayed (:class:`StaticVerifier`), otherwise it runs as it is on the requests still
 alive (:class:`EagerVerifier`).
 """
 
@@ -25,6 +25,7 @@ from treeattn.demo.drafts import DraftTree, NextTokens, best_first_tree, ngram_t
 Drafter = Literal["ngram", "best-first"]
 DRAFTERS: tuple[Drafter, ...] = ("ngram", "best-first")
 TOP_K = 8
+Mode = Literal["eager", "static", "graph"]
 Progress = Callable[[str], None]
 
 
@@ -161,19 +162,23 @@ class EagerVerifier:
         return _to_host(output, [(i, i * q_len, tree.num_nodes) for i, tree in enumerate(trees)])
 
 
-class GraphVerifier:
-    """One CUDA graph over static buffers, from layout to compaction; a finished request is an empty slot.
+class StaticVerifier:
+    """Passes over static buffers, on CUDA as one captured graph; a finished request is an empty slot.
 
     Parameters
     ----------
     model, cache
-        As for :class:`EagerVerifier`; request r of the cache is slot r of the graph.
+        As for :class:`EagerVerifier`; request r of the cache is slot r of the buffers.
     q_len : int
         Rows a request, the root included; smaller trees are padded.
     backend : str
+    capture : bool
+        Capture layout, plan, model, accept and compaction into one CUDA graph and replay it.
     """
 
-    def __init__(self, model: Any, cache: adapter.PagedCache, q_len: int, backend: str = "auto") -> None:
+    def __init__(
+        self, model: Any, cache: adapter.PagedCache, q_len: int, backend: str = "auto", capture: bool = True
+    ) -> None:
         config = model.config
         device = cache.block_table.device
         batch = cache.block_table.shape[0]
@@ -196,6 +201,10 @@ class GraphVerifier:
             buffers.update_(parents=self._parents, prefix_lens=self._lens[0], num_nodes=self._lens[1])
             return verify_pass(model, self._tokens, buffers.layout, group, cache, cache.block_table)
 
+        self._step = step
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if not capture:
+            return
         # Every slot is empty while warming up and capturing, so the cache keeps what prefill wrote.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -203,9 +212,10 @@ class GraphVerifier:
             for _ in range(2):
                 step()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self._output = step()
+        self._graph = graph
 
     def __call__(
         self, trees: Sequence[DraftTree], requests: Sequence[int], prefix_lens: Sequence[int]
@@ -222,7 +232,10 @@ class GraphVerifier:
         self._tokens.copy_(torch.tensor(all_tokens).flatten())
         self._parents.copy_(torch.tensor(all_parents, dtype=torch.int32))
         self._lens.copy_(torch.tensor(lens, dtype=torch.int32))
-        self._graph.replay()
+        if self._graph is None:
+            self._output = self._step()
+        else:
+            self._graph.replay()
         results = _to_host(
             self._output, [(r, r * self.q_len, t.num_nodes) for r, t in zip(requests, trees, strict=True)]
         )
@@ -332,7 +345,7 @@ def tree_decode(
     backend: str = "auto",
     page_size: int = 16,
     seed: int = 0,
-    graph: bool | None = None,
+    mode: Mode | None = None,
     fill: float = 0.0,
     progress: Progress | None = None,
 ) -> TreeRun:
@@ -355,8 +368,9 @@ def tree_decode(
         treeattn backend.
     page_size, seed, fill
         Of the paged cache; `seed` shuffles its pages.
-    graph : bool, optional
-        Replay a CUDA graph. Default: when the model is on a CUDA device.
+    mode : str, optional
+        ``eager``: layout and plan made for each pass; ``static``: the same buffers for all passes; ``graph``:
+        those captured into a CUDA graph. Default: ``graph`` on a CUDA device, else ``eager``.
     progress : callable, optional
         Given a line of text now and then.
     """
@@ -382,9 +396,11 @@ def tree_decode(
         requests.append(request)
     run = TreeRun([request.new for request in requests])
     with adapter.attention_implementation(model, adapter.register()):
-        use_graph = model.device.type == "cuda" if graph is None else graph
+        mode = mode or ("graph" if model.device.type == "cuda" else "eager")
         verifier: Verifier = (
-            GraphVerifier(model, cache, q_len, backend) if use_graph else EagerVerifier(model, cache, backend)
+            EagerVerifier(model, cache, backend)
+            if mode == "eager"
+            else StaticVerifier(model, cache, q_len, backend, capture=mode == "graph")
         )
         start = time.perf_counter()
         while live := [request for request in requests if not request.done]:

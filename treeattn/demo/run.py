@@ -54,9 +54,9 @@ PROMPTS = (
     ),
     Prompt(
         "summary",
-        "Summarize in one sentence: The tide rises and falls twice a day because the Moon pulls on "
-        "the oceans. When the Sun and the Moon pull in the same direction, the tide is higher than usual and is called "
-        "a spring tide.",
+        "Summarize in one sentence: The tide rises and falls twice a day because the Moon pulls on the "
+        "oceans. When the Sun and the Moon pull in the same direction, the tide is higher than usual and "
+        "is called a spring tide.",
         True,
     ),
     Prompt("question", "Why is the sky blue?", True),
@@ -249,7 +249,7 @@ def _run(args: argparse.Namespace) -> int:
                 backend=args.backend,
                 page_size=args.page_size,
                 seed=args.seed,
-                graph=False if args.no_graph else None,
+                mode="eager" if args.no_graph else None,
                 progress=partial(_headed, progress, f"{drafter}, budget {budget}"),
             )
             found = first_divergence(greedy, result.outputs)
