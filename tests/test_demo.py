@@ -40,6 +40,7 @@ def model(device: torch.device):
         head_dim=16,
         vocab_size=VOCAB,
         initializer_range=0.2,
+        embedding_scale=1.0,
     ).model
 
 

@@ -143,9 +143,7 @@ class PagedCache:
         owned = self._owned[request]
         wanted = -(-num_tokens // self.page_size)
         if wanted > self.block_table.shape[1]:
-            raise ValueError(
-                f"request {request} needs {wanted} pages, its table row holds {self.block_table.shape[1]}"
-            )
+            raise ValueError(f"request {request} needs {wanted} pages, its table row holds {self.block_table.shape[1]}")
         missing = wanted - len(owned)
         if missing > len(self._free):
             raise ValueError(f"request {request} needs {missing} more pages, {len(self._free)} are free")
@@ -178,9 +176,7 @@ class PagedCache:
 
     def kv(self, block_table: Tensor | None = None) -> PagedKV:
         """Return the addresses of every request, or of those whose table rows are given."""
-        return PagedKV(
-            page_size=self.page_size, block_table=self.block_table if block_table is None else block_table
-        )
+        return PagedKV(page_size=self.page_size, block_table=self.block_table if block_table is None else block_table)
 
     def node_slots(self, layout: TreeLayout, block_table: Tensor | None = None) -> Tensor:
         """Compute the token slot each row writes its K and V to; capturable.
@@ -272,9 +268,7 @@ def attention_forward(
     weights : None
     """
     if tree_context is None:
-        raise ValueError(
-            "the treeattn attention needs model(..., tree_context=TreeContext(step, cache, slots))"
-        )
+        raise ValueError("the treeattn attention needs model(..., tree_context=TreeContext(step, cache, slots))")
     if attention_mask is not None:
         raise ValueError(
             f"attention_mask must be None, the step holds the mask; got shape {tuple(attention_mask.shape)}"

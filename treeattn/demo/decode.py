@@ -375,9 +375,7 @@ def tree_decode(
         Given a line of text now and then.
     """
     if budget < 0 or max_new_tokens < 1:
-        raise ValueError(
-            f"budget must be at least 0 and max_new_tokens at least 1, got {budget} and {max_new_tokens}"
-        )
+        raise ValueError(f"budget must be at least 0 and max_new_tokens at least 1, got {budget} and {max_new_tokens}")
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token")
     q_len = budget + 1

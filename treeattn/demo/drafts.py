@@ -140,9 +140,7 @@ def _matches(text: Sequence[int], max_ngram: int) -> list[tuple[int, float]]:
     return found
 
 
-def ngram_tree(
-    text: Sequence[int], budget: int, max_ngram: int = MAX_NGRAM, max_depth: int = MAX_DEPTH
-) -> DraftTree:
+def ngram_tree(text: Sequence[int], budget: int, max_ngram: int = MAX_NGRAM, max_depth: int = MAX_DEPTH) -> DraftTree:
     """Build a tree from a trie of the text's earlier continuations.
 
     Parameters
@@ -261,9 +259,7 @@ def depth_candidates(
             mixed[token] += share * weight / total
         for token, probability in pushed.items():
             mixed[token] += (1.0 - share) * probability
-        best = sorted(((t, p) for t, p in mixed.items() if p > 0.0), key=lambda pair: (-pair[1], pair[0]))[
-            :width
-        ]
+        best = sorted(((t, p) for t, p in mixed.items() if p > 0.0), key=lambda pair: (-pair[1], pair[0]))[:width]
         if not best:
             break
         result.append([(token, math.log(min(probability, 1.0))) for token, probability in best])

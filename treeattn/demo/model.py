@@ -64,9 +64,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise DemoUnavailableError(
-            f"the demo needs transformers (pip install 'treeattn[demo]'): {error}"
-        ) from error
+        raise DemoUnavailableError(f"the demo needs transformers (pip install 'treeattn[demo]'): {error}") from error
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
@@ -81,9 +79,7 @@ def load_smollm2(device: torch.device | str = "cpu", dtype: torch.dtype = torch.
     """
     transformers = _transformers()
     if importlib.util.find_spec("gguf") is None:
-        raise DemoUnavailableError(
-            "reading the weights needs the gguf package (pip install 'treeattn[demo]')"
-        )
+        raise DemoUnavailableError("reading the weights needs the gguf package (pip install 'treeattn[demo]')")
     path = weights_path()
     if path is None:
         raise DemoUnavailableError(f"{WEIGHTS_FILE} is not installed ({_INSTALL})")
@@ -125,11 +121,12 @@ def random_llama(
     num_qo_heads: int = 32,
     num_kv_heads: int = 8,
     head_dim: int = 128,
-    vocab_size: int = 512,
+    vocab_size: int = 128,
     initializer_range: float = 0.05,
+    embedding_scale: float = 8.0,
     eos: int | None = None,
 ) -> LoadedModel:
-    """Make a Llama with seeded random weights, whose tokens are bytes (ids from 256 on print as ``<id>``)."""
+    """Make a Llama with seeded random weights, whose tokens are bytes modulo `vocab_size`."""
     transformers = _transformers()
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
@@ -149,6 +146,10 @@ def random_llama(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(config)
+    # Embeddings about as large as what the layers add: a token then depends on the last token enough to be guessed
+    # now and then, and on all the others enough for a wrong mask to show within a few tokens.
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(embedding_scale)
 
     def encode(text: str, chat: bool) -> list[int]:
         return [byte % vocab_size for byte in text.encode()]
@@ -166,9 +167,7 @@ def random_llama(
     )
 
 
-def load(
-    name: str, device: torch.device | str, dtype: torch.dtype, seed: int = 0
-) -> tuple[LoadedModel, str | None]:
+def load(name: str, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> tuple[LoadedModel, str | None]:
     """Load ``smollm2``, ``random``, or for ``auto`` the first that works here.
 
     Returns

@@ -8,6 +8,7 @@ or device asked for cannot be had.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import textwrap
 import time
@@ -65,9 +66,7 @@ PROMPTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to a parser."""
-    parser.description = (
-        "Decode prompts with draft trees through treeattn and compare with plain greedy decoding."
-    )
+    parser.description = "Decode prompts with draft trees through treeattn and compare with plain greedy decoding."
     parser.add_argument(
         "--prompt",
         action="append",
@@ -87,9 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter", choices=("ngram", "best-first", "both"), default="both", help="(default: %(default)s)"
     )
-    parser.add_argument(
-        "--max-new-tokens", type=_positive, default=48, metavar="N", help="(default: %(default)s)"
-    )
+    parser.add_argument("--max-new-tokens", type=_positive, default=48, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--model",
         choices=("auto", "smollm2", "random"),
@@ -119,9 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-graph", action="store_true", help="on cuda: launch every pass instead of replaying a CUDA graph"
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of page order and random weights (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of page order and random weights (default: %(default)s)")
 
 
 def _positive(text: str) -> int:
@@ -186,11 +181,7 @@ def _set_up(args: argparse.Namespace) -> LoadedModel:
     loaded, note = load(args.model, device, getattr(torch, args.dtype), args.seed)
     if note is not None:
         print(f"note: real weights not used: {note}")
-    where = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads"
-    )
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     print(f"model: {loaded.name}, {args.dtype}, {where} ({time.perf_counter() - start:.1f} s)")
     return loaded
 
@@ -214,9 +205,9 @@ def _run(args: argparse.Namespace) -> int:
         tree_decode,
     )
 
-    prompts = [
-        Prompt(f"prompt {i + 1}", text, not args.raw) for i, text in enumerate(args.prompt or ())
-    ] or list(PROMPTS)
+    prompts = [Prompt(f"prompt {i + 1}", text, not args.raw) for i, text in enumerate(args.prompt or ())] or list(
+        PROMPTS
+    )
     ids = [loaded.encode(prompt.text, prompt.chat) for prompt in prompts]
     lengths = ", ".join(f"{prompt.title} {len(i)}" for prompt, i in zip(prompts, ids, strict=True))
     print(f"prompts (tokens): {lengths}; {args.max_new_tokens} new tokens at most\n")
@@ -305,6 +296,8 @@ def _verdict(
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo with parsed options (:func:`add_arguments`) and return its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal cannot show
     try:
         return _run(args)
     except DemoUnavailableError as error:
