@@ -11,8 +11,7 @@ from treeattn.demo.model import random_llama
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("mode", ["eager", "static"])
-def test_triton_backend_writes_what_plain_greedy_writes(mode):
+def test_triton_backend_writes_what_plain_greedy_writes():
     model = random_llama(
         num_layers=2,
         hidden_size=64,
@@ -24,18 +23,18 @@ def test_triton_backend_writes_what_plain_greedy_writes(mode):
         embedding_scale=1.0,
     ).model
     rng = random.Random(0)
-    prompts = [[rng.randrange(61) for _ in range(n)] for n in (3, 17, 40)]
-    plain = [greedy_decode(model, prompt, 6).tokens for prompt in prompts]
+    prompts = [[rng.randrange(61) for _ in range(n)] for n in (3, 17)]
+    plain = [greedy_decode(model, prompt, 5).tokens for prompt in prompts]
     result = tree_decode(
         model,
         prompts,
         draft_function("best-first"),
         8,
-        6,
-        mode=mode,
+        5,
+        mode="static",
         backend="triton",
         page_size=4,
         fill=float("nan"),
     )
     assert result.outputs == plain
-    assert result.verifies < 5 * len(prompts), "no draft was accepted, so no path was compacted"
+    assert result.verifies < 4 * len(prompts), "no draft was accepted, so no path was compacted"
