@@ -12,15 +12,12 @@ import treeattn
 from treeattn.demo import run as demo
 from treeattn.demo.decode import (
     DRAFTERS,
-    Divergence,
-    Greedy,
     TreeRun,
     draft_function,
-    first_divergence,
-    greedy_decode,
     tree_decode,
 )
 from treeattn.demo.drafts import DraftTree, NextTokens, depth_candidates, heap_tree, ngram_tree
+from treeattn.demo.greedy import Divergence, Greedy, first_divergence, greedy_decode
 from treeattn.demo.model import load, random_llama
 
 NAN = float("nan")

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from treeattn.demo.decode import draft_function, greedy_decode, tree_decode
+from treeattn.demo.decode import draft_function, tree_decode
+from treeattn.demo.greedy import greedy_decode
 from treeattn.demo.model import random_llama
 
 
