@@ -23,7 +23,7 @@ from treeattn.demo.drafts import DraftTree
 from treeattn.demo.model import DemoUnavailableError, LoadedModel, load
 
 if TYPE_CHECKING:
-    from treeattn.demo.decode import Divergence
+    from treeattn.demo.greedy import Divergence
 
 
 class Prompt(NamedTuple):
@@ -200,14 +200,8 @@ def _run(args: argparse.Namespace) -> int:
     budgets: list[int] = args.budgets
     loaded = _set_up(args)
     # These need transformers, whose absence _set_up explains.
-    from treeattn.demo.decode import (
-        DRAFTERS,
-        Sample,
-        draft_function,
-        first_divergence,
-        greedy_decode,
-        tree_decode,
-    )
+    from treeattn.demo.decode import DRAFTERS, Sample, draft_function, tree_decode
+    from treeattn.demo.greedy import first_divergence, greedy_decode
 
     prompts = [Prompt(f"prompt {i + 1}", text, not args.raw) for i, text in enumerate(args.prompt or ())] or list(
         PROMPTS
