@@ -14,15 +14,20 @@ from .config import KernelConfig, select_config
 from .kv import PagedKV
 from .layout import TreeLayout
 from .plan import Step, plan
+from .verify import Accepted, accept, compact_kv_, global_rows
 
 __all__ = [
+    "Accepted",
     "KernelConfig",
     "PagedKV",
     "StaticBuffers",
     "Step",
     "TreeLayout",
     "__version__",
+    "accept",
     "available_backends",
+    "compact_kv_",
+    "global_rows",
     "plan",
     "select_config",
     "tree_attention",

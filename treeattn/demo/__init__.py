@@ -1,0 +1,1 @@
+"""``treeattn demo``: a real language model decodes with draft trees (:mod:`treeattn.demo.run`)."""
