@@ -36,6 +36,7 @@ def group_of(case: Case) -> dict[str, Any]:
         "head_dim": case.head_dim,
         "dtype": case.dtype,
         "kv_layout": case.placement.kv_layout,
+        "fresh_tree": case.placement.tree_kv == "fresh",
     }
 
 

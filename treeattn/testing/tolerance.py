@@ -14,7 +14,7 @@ from torch import Tensor
 from .cases import Case
 from .truth import Truth, plain, truth
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["LSE_EPS", "OUT_EPS", "Verdict", "compare", "judge"]
 
 OUT_EPS = 1.5
 """Eps of the dtype times the largest value of the request, on top of twice PyTorch's error."""
@@ -63,7 +63,7 @@ def judge(case: Case, out: Tensor, lse: Tensor | None = None, expected: Truth | 
         if lse is not None:
             pairs.append(("lse", lse, expected.lse, yard.lse, LSE_EPS * eps32, 1.0))
         for name, got, want, reference, factor, floor in pairs:
-            verdict = _compare(
+            verdict = compare(
                 name, request, got[rows].detach().cpu().double(), want[rows], reference[rows], factor, floor
             )
             if verdict.ratio >= worst.ratio:
@@ -71,9 +71,18 @@ def judge(case: Case, out: Tensor, lse: Tensor | None = None, expected: Truth | 
     return worst
 
 
-def _compare(
+def compare(
     name: str, request: int, got: Tensor, want: Tensor, reference: Tensor, factor: float, floor: float
 ) -> Verdict:
+    """Judge one request's values: error at most ``2 * max|reference - want| + factor * (floor + max|want|)``.
+
+    Parameters
+    ----------
+    name : str
+        Of the tensor, for the message.
+    got, want, reference : Tensor
+        float64 `[rows, heads(, dim)]`: result, truth, and plain PyTorch in the low dtype.
+    """
     if want.numel() == 0:
         return Verdict(True, 0.0, f"{name} of request {request} is empty")
     finite = torch.isfinite(want)
