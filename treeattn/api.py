@@ -1,0 +1,176 @@
+"""The call that a layer makes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .kv import cache_strides
+from .plan import Step
+
+
+def _check_rows(name: str, tensor: Tensor, step: Step, heads: int) -> None:
+    expected = (step.layout.total_q, heads, step.head_dim)
+    if tensor.ndim != 3 or tensor.shape[1:] != expected[1:]:
+        raise ValueError(
+            f"{name}: expected [query rows, heads, head_dim] = [{expected[0]}, {expected[1]}, {expected[2]}], "
+            f"got {list(tensor.shape)}"
+        )
+    _check_row_count(name, tensor.shape[0], step)
+    if tensor.stride(2) != 1 and tensor.shape[2] > 1:
+        raise ValueError(f"{name}: the last axis (head_dim) must be contiguous, its stride is {tensor.stride(2)}")
+
+
+def _check_row_count(name: str, rows: int, step: Step) -> None:
+    """The founding bug is caught here: rows for one width handed to a layout of another."""
+    present, capacity = step.host, step.layout.total_q
+    needed = capacity if present is None else present.rows
+    if present is None and rows == needed:
+        return
+    if present is not None and (needed is None or needed <= rows) and rows <= capacity:
+        return
+    batch = step.layout.batch if present is None else present.batch
+    q_len = step.layout.q_len if present is None else present.q_len
+    message = f"{name} has {rows} query rows, the layout has {needed}"
+    if present is not None and rows > capacity:
+        message = f"{name} has {rows} query rows, the buffers hold {capacity} (max_q_len {step.layout.max_q_len})"
+    if q_len is not None and batch and rows % batch == 0:
+        message += f": {batch} requests of width {q_len}, but {name} holds rows for width {rows // batch}"
+    raise ValueError(message)
+
+
+def _check_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: Step,
+    k_tree: Tensor | None,
+    v_tree: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[int, ...]:
+    """What the host knows of a call, checked; returns the cache strides (page, slot, head of K, then of V)."""
+    device = step.layout.device
+    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k_tree": k_tree, "v_tree": v_tree, "out": out, "lse": lse}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, the step is on {device}")
+    for name, tensor in named.items():
+        if name != "lse" and tensor is not None and tensor.dtype != step.dtype:
+            raise TypeError(f"{name} is {tensor.dtype}, the step was planned for {step.dtype}")
+    _check_rows("q", q, step, step.num_qo_heads)
+    if (k_tree is None) != (v_tree is None):
+        raise ValueError("give k_tree and v_tree together, or neither")
+    if step.fresh_tree and k_tree is None:
+        raise ValueError("the step was planned with fresh_tree=True: k_tree and v_tree are missing")
+    if k_tree is not None and v_tree is not None:
+        _check_rows("k_tree", k_tree, step, step.num_kv_heads)
+        _check_rows("v_tree", v_tree, step, step.num_kv_heads)
+    if out is not None:
+        _check_rows("out", out, step, step.num_qo_heads)
+    for name in ("k_tree", "v_tree", "out"):
+        tensor = named[name]
+        if tensor is not None and tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has {tensor.shape[0]} rows, q has {q.shape[0]}")
+    if lse is not None:
+        if lse.dtype != torch.float32:
+            raise TypeError(f"lse must be float32, got {lse.dtype}")
+        if lse.shape != (q.shape[0], step.num_qo_heads):
+            raise ValueError(
+                f"lse: expected [query rows, heads] = [{q.shape[0]}, {step.num_qo_heads}], got {list(lse.shape)}"
+            )
+    strides = []
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        strides.extend(cache_strides(cache, step.kv.page_size, step.kv_layout, name))
+        head_axis = 1 if cache.ndim == 3 or step.kv_layout == "HND" else 2
+        if cache.shape[head_axis] != step.num_kv_heads or cache.shape[-1] != step.head_dim:
+            raise ValueError(
+                f"{name} has {cache.shape[head_axis]} heads of {cache.shape[-1]} in {list(cache.shape)}, "
+                f"the step was planned for {step.num_kv_heads} heads of {step.head_dim}"
+            )
+    return tuple(strides)
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: Step,
+    *,
+    k_tree: Tensor | None = None,
+    v_tree: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    sm_scale: float | None = None,
+    zero_tail: bool = False,
+) -> Tensor:
+    """Attention of a batch of draft trees over their prefixes and themselves.
+
+    Parameters
+    ----------
+    q : Tensor
+        ``[total_q, num_qo_heads, head_dim]``, rows of request b at ``qo_indptr[b]``. Content of padding rows is ignored.
+    k_cache, v_cache : Tensor
+        Paged caches, ``[pages, page_size, kv_heads, head_dim]`` ("NHD"), ``[pages, kv_heads, page_size, head_dim]``
+        ("HND") or ``[token_slots, kv_heads, head_dim]``; any strides with the last axis contiguous.
+    step : Step
+        From :func:`treeattn.plan`, or a group of :class:`treeattn.StaticBuffers`.
+    k_tree, v_tree : Tensor, optional
+        ``[total_q, kv_heads, head_dim]``: the nodes' own K and V, used in place of what the cache holds for them.
+    out : Tensor, optional
+        Like q, written in place. Rows past ``qo_indptr[batch]`` are not touched.
+    lse : Tensor, optional
+        ``float32 [total_q, num_qo_heads]``, either stride order: log-sum-exp of the scores (natural log).
+    sm_scale : float, optional
+        Factor on the scores, ``1 / sqrt(head_dim)`` by default.
+    zero_tail : bool
+        Also write 0 (lse -inf) to the rows past ``qo_indptr[batch]``, which are otherwise left as they are.
+
+    Returns
+    -------
+    Tensor
+        ``out``. Padding rows and rows without a visible key are 0, their lse is -inf.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a dtype or shape disagrees with the step; nothing has been written then.
+    """
+    key = (
+        q.shape, q.stride(), q.dtype, q.device, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
+        v_cache.stride(), v_cache.dtype, None if out is None else (out.shape, out.stride(), out.dtype),
+        None if lse is None else (lse.shape, lse.stride(), lse.dtype),
+        None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype),
+        None if v_tree is None else (v_tree.shape, v_tree.stride(), v_tree.dtype),
+        None if step.host is None else step.host.rows,
+    )  # fmt: skip
+    strides = step.checked.get(key)
+    if strides is None:
+        strides = _check_call(q, k_cache, v_cache, step, k_tree, v_tree, out, lse)
+        step.checked[key] = strides
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if sm_scale is None:
+        sm_scale = 1 / math.sqrt(step.head_dim)
+    if step.backend == "triton":
+        if step.layout.total_q and step.layout.batch:
+            from .kernels.launch import launch_attention
+
+            launch_attention(
+                q, k_cache, v_cache, step, k_tree=k_tree, v_tree=v_tree, out=out, lse=lse, sm_scale=sm_scale,
+                zero_tail=zero_tail, strides=strides,
+            )  # fmt: skip
+        return out
+    if step.backend == "reference":
+        from .reference import tree_attention_reference as run
+    else:
+        from .torch_backend import tree_attention_torch as run
+    run(q, k_cache, v_cache, step, k_tree=k_tree, v_tree=v_tree, out=out, lse=lse, sm_scale=sm_scale)
+    if zero_tail:
+        tail = slice(int(step.layout.qo_indptr[-1]), None)
+        out[tail] = 0
+        if lse is not None:
+            lse[tail] = -torch.inf
+    return out

@@ -1,0 +1,89 @@
+"""Which backends there are, whether each works here, and which one ``"auto"`` takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+
+from .config import KernelConfig
+
+BACKENDS = ("reference", "torch", "triton")
+_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETER_PROGRAMS = 5  # few, since each costs 10 ms there, and odd, so that items are cut
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels in the interpreter (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def available_backends(device: torch.device | str = "cuda") -> dict[str, str | None]:
+    """Every backend by name, with None if it works on `device`, else the reason why not."""
+    device = torch.device(device)
+    reasons: dict[str, str | None] = {"reference": None, "torch": None, "triton": _triton_reason(device.type)}
+    if device.type == "cuda" and not torch.cuda.is_available():
+        reasons = dict.fromkeys(BACKENDS, "torch sees no CUDA device")
+    return reasons
+
+
+def _triton_reason(device_type: str) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device_type == "cpu" and not interpreted():
+        return "on a CPU Triton runs only in its interpreter: set TRITON_INTERPRET=1 before triton is first imported"
+    if device_type not in ("cpu", "cuda"):
+        return f"no Triton configuration for device type {device_type!r}"
+    return None
+
+
+def resolve(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Name of the backend to use.
+
+    Raises
+    ------
+    ValueError
+        For a name that is no backend.
+    NotImplementedError
+        If the named backend cannot do this; "auto" never raises it on a CPU.
+    """
+    name = backend
+    if backend == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
+    if name == "triton":
+        reason = _triton_reason(device.type)
+        if reason is None and dtype not in _TRITON_DTYPES:
+            reason = f"it computes float16, bfloat16 and float32, not {dtype}"
+        if reason is None and not 1 <= head_dim <= 256:
+            reason = f"it covers head_dim up to 256, got {head_dim}"
+        if reason is None and device.type == "cpu" and dtype == torch.bfloat16:
+            reason = "Triton's interpreter computes bfloat16 products wrongly"
+        if reason is not None:
+            raise NotImplementedError(f"backend 'triton' cannot do this: {reason}; backend='torch' can")
+    return name
+
+
+@cache
+def arch(device: torch.device) -> int:
+    """Compute capability times ten; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_programs(device: torch.device, config: KernelConfig) -> int:
+    """Programs that share a group's work on a device."""
+    if device.type != "cuda":
+        return INTERPRETER_PROGRAMS
+    return num_sms(device) * config.programs_per_sm

@@ -1,0 +1,210 @@
+"""Static buffers: memory taken once, so that a CUDA graph captured once is right for every later step.
+
+Addresses never change; what a step means is written into them by :meth:`StaticBuffers.update_`, which leaves nothing
+of the step before: requests beyond the batch become empty, tails of indptrs are rewritten. One object serves one
+stream order at a time; draft and target workers own separate ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kv import KVLayout, PagedKV
+from .layout import TreeLayout, write_layout_
+from .layout_input import MaskForm
+from .plan import HostState, PlanBuffers, Step, prepare_step, update_plan_
+
+
+def tensors_of(owner: Any) -> dict[str, Tensor]:
+    """Tensor fields of a dataclass by name."""
+    fields = ((field.name, getattr(owner, field.name)) for field in dataclasses.fields(owner))
+    return {name: value for name, value in fields if isinstance(value, Tensor)}
+
+
+class StaticBuffers:
+    """Layout and plans in memory of fixed addresses and capacity.
+
+    Parameters
+    ----------
+    max_batch : int
+        Requests at most.
+    max_q_len : int
+        Query rows of one request at most; also the stride of the mask words.
+    max_total_q : int, optional
+        Query rows of a batch at most, ``max_batch * max_q_len`` by default.
+    device : torch.device or str
+
+    Examples
+    --------
+    >>> kv = PagedKV(page_size=1, block_table=torch.zeros(8, 64, dtype=torch.int32))
+    >>> buffers = StaticBuffers(max_batch=8, max_q_len=17, device="cpu")
+    >>> group = buffers.add_group(32, 8, 128, kv=kv, dtype=torch.float32)
+    >>> buffers.update_(parents=torch.tensor([[-1, 0, 0, 1]]), prefix_lens=torch.tensor([5]))
+    >>> # out = tree_attention(q, k_cache, v_cache, group, out=out): capture this once, replay after any update_
+    """
+
+    def __init__(
+        self, max_batch: int, max_q_len: int, max_total_q: int | None = None, *, device: torch.device | str = "cuda"
+    ) -> None:
+        self.layout = TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=torch.device(device))
+        self.host = HostState()
+        self.groups: list[Step] = []
+
+    def add_group(
+        self,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kv: PagedKV,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_layout: KVLayout = "NHD",
+        fresh_tree: bool = False,
+        backend: str = "auto",
+    ) -> Step:
+        """Add the layers of one geometry; arguments as in :func:`treeattn.plan`.
+
+        `kv` holds tensors whose addresses stay: the framework's own persistent ones, or :meth:`PagedKV.allocate`. They
+        must cover ``max_batch`` requests. Compiles and loads the kernels of the plan, so that none loads in a capture.
+
+        Returns
+        -------
+        Step
+            For :func:`treeattn.tree_attention`; its plan is made again by each :meth:`update_`.
+        """
+        step = prepare_step(
+            self.layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype=dtype, kv_layout=kv_layout,
+            fresh_tree=fresh_tree, backend=backend, host=self.host,
+        )  # fmt: skip
+        update_plan_(step)
+        self.groups.append(step)
+        return step
+
+    def update_(
+        self,
+        *,
+        prefix_lens: Tensor,
+        parents: Tensor | None = None,
+        mask: Tensor | None = None,
+        form: MaskForm | None = None,
+        chain: bool = False,
+        q_len: int | None = None,
+        num_nodes: Tensor | None = None,
+        qo_indptr: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask_indptr: Tensor | None = None,
+        kv: PagedKV | None = None,
+    ) -> None:
+        """Write a step: the layout, then the plan of every group.
+
+        One launch for the layout and one a group, on the current stream; no allocation, no host read, so it may itself
+        be captured. Give one of `parents`, `mask` (with `form`) or ``chain=True``; arguments as in
+        :meth:`TreeLayout.from_parents`, :meth:`TreeLayout.from_mask` and :meth:`TreeLayout.chain`.
+
+        Parameters
+        ----------
+        prefix_lens : Tensor
+            ``[batch]`` with ``batch <= max_batch``; slots beyond become empty requests.
+        kv : PagedKV, optional
+            Addresses to copy into the groups' own (:meth:`PagedKV.copy_`). Not needed where the groups borrow the
+            framework's persistent tensors.
+
+        Raises
+        ------
+        ValueError
+            If the step exceeds a capacity; names what was asked and what there is, and nothing has been written.
+        """
+        if (parents is not None) + (mask is not None) + chain != 1:
+            raise ValueError("give one of parents, mask (with form) or chain=True")
+        batch, width, rows = self._check_capacity(prefix_lens, parents, qo_indptr, q_len)
+        if kv is not None:
+            for own in {id(group.kv): group.kv for group in self.groups}.values():
+                own.copy_(kv)
+        write_layout_(
+            self.layout, parents=parents, mask=mask, form=form, prefix_lens=prefix_lens,
+            num_nodes=num_nodes, qo_indptr=qo_indptr, q_len=width, positions=positions, mask_indptr=mask_indptr,
+            batch=batch,
+        )  # fmt: skip
+        self.host.batch, self.host.q_len, self.host.rows = batch, width, rows
+        for group in self.groups:
+            update_plan_(group)
+
+    def _check_capacity(
+        self, prefix_lens: Tensor, parents: Tensor | None, qo_indptr: Tensor | None, q_len: int | None
+    ) -> tuple[int, int | None, int | None]:
+        """``batch``, uniform width and rows of a step, as far as the host knows them, within capacity."""
+        layout = self.layout
+        batch = prefix_lens.shape[0]
+        if batch > layout.batch:
+            raise ValueError(f"{batch} requests exceed max_batch {layout.batch}")
+        width = q_len
+        if parents is not None and parents.ndim == 2:
+            width = parents.shape[1]
+            if q_len is not None and q_len != width:
+                raise ValueError(f"parents has width {width}, q_len says {q_len}")
+        if qo_indptr is not None:
+            flat = None if parents is None else parents.numel()
+            if flat is not None and flat > layout.total_q:
+                raise ValueError(f"{flat} query rows exceed max_total_q {layout.total_q}")
+            return batch, None, None
+        if width is None:
+            raise ValueError("the width is not known: give parents [batch, q_len], q_len or qo_indptr")
+        if width > layout.max_q_len:
+            raise ValueError(
+                f"a verify width of {width} exceeds these buffers' max_q_len {layout.max_q_len} "
+                f"({batch} requests x {width} rows): make StaticBuffers for max_q_len={width}"
+            )
+        if batch * width > layout.total_q:
+            raise ValueError(
+                f"{batch} requests x {width} rows = {batch * width} query rows exceed max_total_q {layout.total_q}"
+            )
+        return batch, width, batch * width
+
+    def check(self) -> None:
+        """Read the device's status word and raise what it says (see :meth:`TreeLayout.check`); waits for the stream."""
+        self.layout.check()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that this object holds now."""
+        owners = [self.layout, *(group.buffers for group in self.groups if group.buffers is not None)]
+        return sum(tensor.nbytes for owner in owners for tensor in tensors_of(owner).values())
+
+    @staticmethod
+    def nbytes(
+        max_batch: int,
+        max_q_len: int,
+        max_total_q: int | None = None,
+        *,
+        groups: list[dict[str, Any]] | None = None,
+        arch: int = 90,
+        num_sms: int = 132,
+    ) -> int:
+        """Bytes that such buffers will take, before anything is allocated.
+
+        Parameters
+        ----------
+        groups : list of dict
+            Per group ``num_qo_heads``, ``num_kv_heads``, ``head_dim`` and ``dtype`` (default bfloat16).
+        arch, num_sms : int
+            Chip: compute capability times ten and multiprocessors (an H200 by default).
+
+        Notes
+        -----
+        With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
+        bytes. A Triton group with P programs and row tiles of R takes
+        ``8 * P * R * (head_dim + 1) + 32 * P + 12 * max_batch + 12``: two float32 partials (out and lse) a program.
+        """
+        from .config import select_config
+
+        meta = torch.device("meta")
+        owners: list[Any] = [TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=meta)]
+        for group in groups or []:
+            heads, kv_heads, dim = group["num_qo_heads"], group["num_kv_heads"], group["head_dim"]
+            config = select_config(arch, group.get("dtype", torch.bfloat16), heads // kv_heads, dim, max_q_len)
+            owners.append(PlanBuffers.allocate(max_batch, num_sms * config.programs_per_sm, config, dim, meta))
+        return sum(tensor.nbytes for owner in owners for tensor in tensors_of(owner).values())

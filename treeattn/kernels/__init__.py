@@ -1,0 +1,1 @@
+"""Triton kernels: the layout, the plan, attention with its merge, and verify. Importing this package imports Triton."""

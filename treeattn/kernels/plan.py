@@ -1,0 +1,110 @@
+"""The plan: how one group's work is divided over programs, decided on the device.
+
+Work is counted in *tiles*: one row tile of packed query rows against one KV tile. A request with ``n`` real nodes has
+``cdiv(n * group, tile_rows)`` row tiles for each KV head, and each of these (an *item*) walks
+``cdiv(prefix_len, BLOCK_N) + cdiv(n, BLOCK_N)`` KV tiles, since no KV tile straddles the end of the prefix. Items lie
+side by side on one line (request, then KV head, then row tile) and program ``p`` gets the stretch
+``[p * share, (p + 1) * share)``: a ragged batch is balanced to within one tile, and an item is cut only where two
+programs meet. At most ``num_programs - 1`` items are cut, into at most ``2 * num_programs`` partials.
+
+Outputs (all int32 but for ``item_start``):
+
+``work [num_programs, 8]``
+    ``request, item, tile, tiles`` of the stretch (``item = kv_head * row_tiles + row_tile`` within the request), then
+    ``nodes, prefix_len, first_row, 0`` of that first request, so that a program starts after one load.
+``item_start [batch + 1]``
+    Line position (in tiles) at which each request begins, int64; the total last.
+``nodes [batch]``
+    Nodes to compute: ``num_nodes``, or 0 where the request's addresses cannot hold what the layout claims.
+``share [1]``
+    Tiles a program.
+"""
+
+import triton
+import triton.language as tl
+
+WORK_FIELDS = tl.constexpr(8)
+
+
+@triton.jit
+def plan_kernel(
+    prefix_lens_ptr,  # int32 [batch]
+    num_nodes_ptr,  # int32 [batch]
+    qo_indptr_ptr,  # int32 [batch + 1]
+    kv_indptr_ptr,  # int32 | int64 [batch + 1] (CSR), else any pointer
+    status_ptr,  # int32 [4]
+    work_ptr,  # int32 [num_programs, 8]
+    item_start_ptr,  # int64 [batch + 1]
+    nodes_ptr,  # int32 [batch]
+    share_ptr,  # int32 [1]
+    batch,
+    max_pages,  # width of the block table; with CSR, the length of kv_indices
+    num_programs,
+    min_share,
+    KV_CAPACITY_CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    CSR: tl.constexpr,
+    NODES_IN_TABLE: tl.constexpr,  # the nodes' K and V are at logical positions behind the prefix
+    BLOCK_B: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    b = tl.arange(0, BLOCK_B)
+    in_batch = b < batch
+    prefix = tl.load(prefix_lens_ptr + b, mask=in_batch, other=0)
+    nodes = tl.load(num_nodes_ptr + b, mask=in_batch, other=0)
+    if CSR:
+        first_page = tl.load(kv_indptr_ptr + b, mask=in_batch, other=0).to(tl.int64)
+        last_page = tl.load(kv_indptr_ptr + b + 1, mask=in_batch, other=0).to(tl.int64)
+        pages = tl.where((first_page >= 0) & (last_page <= max_pages), last_page - first_page, 0)
+    else:
+        pages = tl.full([BLOCK_B], 0, tl.int64) + max_pages
+    needed = prefix.to(tl.int64)
+    if NODES_IN_TABLE:
+        needed += nodes
+    too_long = in_batch & (nodes > 0) & (needed > pages * PAGE_SIZE)
+    nodes = tl.where(too_long, 0, nodes)
+
+    kv_tiles = tl.cdiv(prefix, BLOCK_N) + tl.cdiv(nodes, BLOCK_N)
+    items = tl.cdiv(nodes * GROUP, TILE_ROWS) * KV_HEADS
+    tiles = items.to(tl.int64) * kv_tiles
+    end = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    share = tl.maximum(tl.cdiv(total, num_programs), min_share)
+
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    start = p * share
+    before = (end[None, :] <= start[:, None]) & in_batch[None, :]
+    request = tl.minimum(tl.sum(before.to(tl.int32), 1), batch - 1)
+    within = start - tl.max(tl.where(before, end[None, :], 0), 1)
+    mine = b[None, :] == request[:, None]
+    my_tiles = tl.maximum(tl.sum(tl.where(mine, kv_tiles[None, :], 0), 1), 1).to(tl.int64)
+    item = within // my_tiles
+    left = tl.minimum(tl.maximum(total - start, 0), share)
+    live = p < num_programs
+    row = work_ptr + p * WORK_FIELDS
+    tl.store(row + 0, request, mask=live)
+    tl.store(row + 1, item.to(tl.int32), mask=live)
+    tl.store(row + 2, (within - item * my_tiles).to(tl.int32), mask=live)
+    tl.store(row + 3, left.to(tl.int32), mask=live)
+    tl.store(row + 4, tl.sum(tl.where(mine, nodes[None, :], 0), 1), mask=live)
+    tl.store(row + 5, tl.sum(tl.where(mine, prefix[None, :], 0), 1), mask=live)
+    tl.store(row + 6, tl.load(qo_indptr_ptr + request, mask=live, other=0), mask=live)
+
+    if tl.program_id(0) == 0:
+        tl.store(nodes_ptr + b, nodes, mask=in_batch)
+        tl.store(item_start_ptr + b, end - tiles, mask=in_batch)
+        tl.store(item_start_ptr + batch, total)
+        tl.store(share_ptr, share.to(tl.int32))
+        worst = tl.max(tl.where(too_long, BLOCK_B - b, 0), 0)
+        if worst > 0:
+            first = BLOCK_B - worst
+            if tl.atomic_cas(status_ptr, 0, KV_CAPACITY_CODE) == 0:
+                value = tl.sum(tl.where(b == first, needed, 0), 0)
+                room = tl.sum(tl.where(b == first, pages * PAGE_SIZE, 0), 0)
+                tl.store(status_ptr + 1, first)
+                tl.store(status_ptr + 2, room.to(tl.int32))
+                tl.store(status_ptr + 3, value.to(tl.int32))

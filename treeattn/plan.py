@@ -1,0 +1,220 @@
+"""The step: everything a layer's attention needs beside its tensors, made once a step for each group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .config import KernelConfig, select_config
+from .kv import KVLayout, PagedKV
+from .layout import TreeLayout
+
+
+@dataclass(frozen=True, eq=False)
+class PlanBuffers:
+    """Device memory of a plan; see :mod:`treeattn.kernels.plan` for the meaning of each tensor."""
+
+    work: Tensor
+    item_start: Tensor
+    nodes: Tensor
+    share: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+    @staticmethod
+    def shapes(batch: int, num_programs: int, tile_rows: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor: the formula behind ``StaticBuffers.nbytes``."""
+        return {
+            "work": ((num_programs, 8), torch.int32),
+            "item_start": ((batch + 1,), torch.int64),
+            "nodes": ((max(batch, 1),), torch.int32),
+            "share": ((1,), torch.int32),
+            "partial_out": ((2 * num_programs, tile_rows, head_dim), torch.float32),
+            "partial_lse": ((2 * num_programs, tile_rows), torch.float32),
+        }
+
+    @classmethod
+    def allocate(cls, batch: int, num_programs: int, config: KernelConfig, head_dim: int, device: torch.device) -> PlanBuffers:
+        shapes = cls.shapes(batch, num_programs, config.tile_rows, head_dim)
+        return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()})
+
+
+@dataclass(eq=False)
+class HostState:
+    """What the host knows of the step that static buffers hold now; None where only the device knows."""
+
+    batch: int = 0
+    q_len: int | None = None
+    rows: int | None = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What one verify step needs beside the layer's tensors: layout, KV addresses, plan. Made by :func:`plan`.
+
+    Used by every layer of one group, on one stream at a time: the layers share the partials' memory.
+    """
+
+    layout: TreeLayout
+    kv: PagedKV
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    backend: str
+    kv_layout: KVLayout
+    fresh_tree: bool
+    config: KernelConfig | None = None
+    num_programs: int = 0
+    buffers: PlanBuffers | None = None
+    host: HostState | None = None
+    checked: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    def request_lengths(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """``request, first_row, q_len, prefix_len, num_nodes`` of each request that has rows (reads the host).
+
+        A request whose addresses cannot hold its tokens counts as empty, and sets the status word.
+        """
+        layout = self.layout
+        starts = layout.qo_indptr.tolist()
+        prefixes, nodes = layout.prefix_lens.tolist(), layout.num_nodes.tolist()
+        for request in range(layout.batch):
+            q_len = starts[request + 1] - starts[request]
+            if q_len <= 0:
+                continue
+            count = nodes[request]
+            if count > 0:
+                room = self.kv.pages_of(request).shape[0] * self.kv.page_size
+                needed = prefixes[request] + (count if self.nodes_in_table else 0)
+                if needed > room:
+                    self._report_capacity(request, room, needed)
+                    count = 0
+            yield request, starts[request], q_len, prefixes[request], count
+
+    @property
+    def nodes_in_table(self) -> bool:
+        """The nodes' K and V are behind the prefix in the request's own pages."""
+        return self.kv.tree_slots is None and not self.fresh_tree
+
+    def _report_capacity(self, request: int, room: int, needed: int) -> None:
+        from .status import Status
+
+        if int(self.layout.status[0]) == 0:
+            row = [int(Status.KV_CAPACITY), request, room, needed]
+            self.layout.status.copy_(torch.tensor(row, dtype=torch.int32))
+
+
+def check_geometry(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise if no backend can have such a geometry."""
+    if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
+        raise ValueError(f"num_qo_heads {num_qo_heads} must be a multiple of num_kv_heads {num_kv_heads}, both positive")
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be positive, got {head_dim}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating point type, got {dtype}")
+
+
+def plan(
+    layout: TreeLayout,
+    kv: PagedKV,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_layout: KVLayout = "NHD",
+    fresh_tree: bool = False,
+    backend: str = "auto",
+) -> Step:
+    """Prepare one verify step for the layers of a group.
+
+    Parameters
+    ----------
+    layout : TreeLayout
+        The batch's trees.
+    kv : PagedKV
+        Where the batch's K and V are. Borrowed: a later change of its tensors needs a new plan only if lengths change.
+    num_qo_heads, num_kv_heads, head_dim : int
+        Geometry of the layers (per GPU). The first must be a multiple of the second.
+    dtype : torch.dtype
+        Of q, K, V and out.
+    kv_layout : {"NHD", "HND"}
+        Axis order of 4-D caches: ``[pages, page_size, kv_heads, head_dim]`` or ``[pages, kv_heads, page_size, head_dim]``.
+    fresh_tree : bool
+        The nodes' K and V come with each call as ``k_tree``, ``v_tree``; the request's pages need not hold them.
+    backend : {"auto", "reference", "torch", "triton"}
+        "auto" is Triton on a CUDA device and torch on a CPU. A backend named here never falls back to another.
+
+    Returns
+    -------
+    Step
+
+    Raises
+    ------
+    ValueError
+        If the shapes known to the host disagree (the message names both numbers).
+    NotImplementedError
+        If the backend cannot do this geometry (the message names one that can).
+    """
+    step = prepare_step(
+        layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype=dtype, kv_layout=kv_layout, fresh_tree=fresh_tree,
+        backend=backend,
+    )  # fmt: skip
+    update_plan_(step)
+    return step
+
+
+def prepare_step(
+    layout: TreeLayout,
+    kv: PagedKV,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    kv_layout: KVLayout,
+    fresh_tree: bool,
+    backend: str,
+    host: HostState | None = None,
+) -> Step:
+    """A checked step with its memory, its plan not yet made; arguments as in :func:`plan`."""
+    check_geometry(num_qo_heads, num_kv_heads, head_dim, dtype)
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
+    if kv.device != layout.device:
+        raise ValueError(f"the KV addresses are on {kv.device}, the layout is on {layout.device}")
+    if kv.batch < layout.batch:
+        raise ValueError(f"the layout has {layout.batch} requests, the KV addresses cover {kv.batch}")
+    if kv.tree_slots is not None and kv.tree_slots.shape[0] < layout.total_q:
+        raise ValueError(f"tree_slots has {kv.tree_slots.shape[0]} entries, the layout has {layout.total_q} query rows")
+    name = backends.resolve(backend, layout.device, dtype, head_dim)
+    config, programs, buffers = None, 0, None
+    if name == "triton":
+        config = select_config(
+            backends.arch(layout.device), dtype, num_qo_heads // num_kv_heads, head_dim, layout.max_q_len
+        )
+        programs = backends.num_programs(layout.device, config)
+        buffers = PlanBuffers.allocate(layout.batch, programs, config, head_dim, layout.device)
+    return Step(
+        layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype, name, kv_layout, fresh_tree, config, programs, buffers,
+        host,
+    )  # fmt: skip
+
+
+def update_plan_(step: Step) -> None:
+    """Make a step's plan again from its layout's present content: one launch, no host read, no allocation."""
+    if step.backend == "triton" and step.layout.batch > 0:
+        from .kernels.launch import launch_plan
+
+        launch_plan(step)
