@@ -128,7 +128,7 @@ def _judge_request(
     block: Tensor,
     slots: Tensor,
 ) -> None:
-    from ..testing.tolerance import LSE_EPS, OUT_EPS, compare
+    from ..testing.tolerance import LSE_EPS, compare, out_factor
 
     rows = slice(starts[request], starts[request + 1])
     q = dump["q"][rows]
@@ -142,7 +142,7 @@ def _judge_request(
     _, plain_lse = _attend(q.float(), k, v, mask, scale)
     if "out" in dump:
         got = dump["out"][rows].double()
-        factor = OUT_EPS * torch.finfo(dtype).eps
+        factor = out_factor(dtype, want_lse)
         verdict = compare("out", request, got, want, plain.double(), factor, 0.0)
         if not verdict.ok:
             report.findings.append(verdict.message)

@@ -230,7 +230,7 @@ def _layout_args(
     if uniform:
         args["q_len"] = widths[0]
     else:
-        args["qo_indptr"] = indptr
+        args.update(qo_indptr=indptr, total_q=sum(widths))
         args.setdefault("max_q_len", max(widths, default=1) or 1)
     return args
 

@@ -180,8 +180,8 @@ class StaticRun:
 
     def update_(self, case: Case) -> None:
         """Layout and plan of a case."""
-        args = {key: value for key, value in case.layout_args.items() if key != "max_q_len"}
-        self.bufs.update_(**args)
+        args = {key: value for key, value in case.layout_args.items() if key not in ("max_q_len", "total_q")}
+        self.bufs.update_(**args, chain=case.source == "chain")
 
     def attend(self, case: Case, out: Tensor, lse: Tensor) -> None:
         """One attention call over the whole static q."""

@@ -14,10 +14,12 @@ from torch import Tensor
 from .cases import Case
 from .truth import Truth, plain, truth
 
-__all__ = ["LSE_EPS", "OUT_EPS", "Verdict", "compare", "judge"]
+__all__ = ["LSE_EPS", "Verdict", "compare", "judge", "out_factor"]
 
 OUT_EPS = 1.5
 """Eps of the dtype times the largest value of the request, on top of twice PyTorch's error."""
+SCORE_EPS = 4
+"""Eps of float32 times (1 + largest |lse|), relative: a score of size s is known to s * eps, and exp passes that on."""
 LSE_EPS = 64
 """Eps of float32 times (1 + largest |lse|): tensor cores add products with a few bits less than float32 has."""
 
@@ -56,10 +58,11 @@ def judge(case: Case, out: Tensor, lse: Tensor | None = None, expected: Truth | 
     expected = expected or truth(case)
     yard = plain(case)
     worst = Verdict(True, 0.0, "nothing to compare")
-    eps, eps32 = torch.finfo(case.dtype).eps, torch.finfo(torch.float32).eps
+    eps32 = torch.finfo(torch.float32).eps
     for request, q_len in enumerate(case.q_lens):
         rows = slice(case.starts[request], case.starts[request] + q_len)
-        pairs = [("out", out, expected.out, yard.out, OUT_EPS * eps, 0.0)]
+        factor = out_factor(case.dtype, expected.lse[rows])
+        pairs = [("out", out, expected.out, yard.out, factor, 0.0)]
         if lse is not None:
             pairs.append(("lse", lse, expected.lse, yard.lse, LSE_EPS * eps32, 1.0))
         for name, got, want, reference, factor, floor in pairs:
@@ -69,6 +72,13 @@ def judge(case: Case, out: Tensor, lse: Tensor | None = None, expected: Truth | 
             if verdict.ratio >= worst.ratio:
                 worst = verdict
     return worst
+
+
+def out_factor(dtype: torch.dtype, lse: Tensor) -> float:
+    """Relative part of an output's budget, given the true lse of the request."""
+    finite = torch.where(torch.isfinite(lse), lse.abs(), torch.zeros_like(lse))
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return OUT_EPS * torch.finfo(dtype).eps + SCORE_EPS * torch.finfo(torch.float32).eps * (1 + largest)
 
 
 def compare(
