@@ -97,7 +97,9 @@ def _chosen_backends(device: torch.device, backends: Sequence[str] | None) -> li
         if usable[name] is not None:
             raise ValueError(f"backend {name!r} does not work on {device}: {usable[name]}")
     if not chosen:
-        raise ValueError(f"no backend works on {device}: " + "; ".join(f"{n}: {why}" for n, why in usable.items()))
+        raise ValueError(
+            f"no backend works on {device}: " + "; ".join(f"{n}: {why}" for n, why in usable.items())
+        )
     return chosen
 
 

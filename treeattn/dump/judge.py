@@ -127,18 +127,26 @@ def _row_starts(dump: Mapping[str, Any], batch: int, report: DumpReport) -> list
     if indptr is None:
         width = int(dump.get("q_len", total // max(batch, 1)))
         if width * batch != total:
-            report.findings.append(f"q has {total} rows, {batch} requests of width {width} have {batch * width}")
+            report.findings.append(
+                f"q has {total} rows, {batch} requests of width {width} have {batch * width}"
+            )
             return None
         return [width * request for request in range(batch + 1)]
     if len(indptr) != batch + 1:
-        report.findings.append(f"qo_indptr has {len(indptr)} entries, must have {batch + 1} (prefix_lens has {batch})")
+        report.findings.append(
+            f"qo_indptr has {len(indptr)} entries, must have {batch + 1} (prefix_lens has {batch})"
+        )
         return None
     for index in range(1, len(indptr)):
         if indptr[index] < indptr[index - 1]:
-            report.findings.append(f"qo_indptr[{index}] = {indptr[index]} is below qo_indptr[{index - 1}] = {indptr[index - 1]}")
+            report.findings.append(
+                f"qo_indptr[{index}] = {indptr[index]} is below qo_indptr[{index - 1}] = {indptr[index - 1]}"
+            )
             return None
     if indptr[0] != 0 or indptr[-1] > total:
-        report.findings.append(f"qo_indptr runs from {indptr[0]} to {indptr[-1]}, must run from 0 to at most {total} (rows of q)")
+        report.findings.append(
+            f"qo_indptr runs from {indptr[0]} to {indptr[-1]}, must run from 0 to at most {total} (rows of q)"
+        )
         return None
     return indptr
 
@@ -199,7 +207,11 @@ def _blocks(
 
 
 def _blocks_of_parents(
-    parents: list[int], starts: Sequence[int], widths: Sequence[int], nodes: Sequence[int] | None, report: DumpReport
+    parents: list[int],
+    starts: Sequence[int],
+    widths: Sequence[int],
+    nodes: Sequence[int] | None,
+    report: DumpReport,
 ) -> list[Tensor] | None:
     blocks = []
     if len(parents) < starts[-1]:
@@ -222,7 +234,9 @@ def _blocks_of_parents(
     return blocks
 
 
-def _compare_masks(blocks: list[Tensor], want: list[Tensor], prefixes: Sequence[int], report: DumpReport) -> None:
+def _compare_masks(
+    blocks: list[Tensor], want: list[Tensor], prefixes: Sequence[int], report: DumpReport
+) -> None:
     for request, (has, must) in enumerate(zip(blocks, want, strict=True)):
         differ = (has != must).nonzero()
         if len(differ):

@@ -48,7 +48,11 @@ def judge_indptr(form: str, got: Sequence[int], prefixes: Sequence[int], widths:
         parts = [_formula(form, p, w) for p, w in zip(prefixes[:index], widths[:index], strict=True)]
         sum_of = " + ".join(parts) if len(parts) <= 3 else f"{parts[0]} + ... + {parts[-1]}"
         width = _width_with(form, has, prefixes[:index], widths[index - 1])
-        hint = "" if width is None else f"; it is what width {width} gives, this batch is {widths[index - 1]} wide"
+        hint = (
+            ""
+            if width is None
+            else f"; it is what width {width} gives, this batch is {widths[index - 1]} wide"
+        )
         findings.append(f"mask_indptr[{index}] = {has}, must be {sum_of} = {must}{hint}")
     return findings
 
@@ -105,12 +109,18 @@ def judge_block(request: int, block: Tensor, prefix: int, nodes: int | None, sta
     findings = []
 
     def say(row: int, column: int, what: str) -> None:
-        findings.append(f"request {request} row {row} column {column} (offset {start + row * stride + column}): {what}")
+        findings.append(
+            f"request {request} row {row} column {column} (offset {start + row * stride + column}): {what}"
+        )
 
     for row in range(min(count, block.shape[0])):
         holes = (~block[row, :prefix]).nonzero()
         if len(holes):
-            say(row, int(holes[0]), f"0 in the prefix part ({len(holes)} of {prefix} columns), every row sees the prefix")
+            say(
+                row,
+                int(holes[0]),
+                f"0 in the prefix part ({len(holes)} of {prefix} columns), every row sees the prefix",
+            )
         tree = block[row, prefix:]
         if not bool(tree[row]):
             say(row, prefix + row, "0, but a node sees itself")
@@ -131,7 +141,11 @@ def judge_block(request: int, block: Tensor, prefix: int, nodes: int | None, sta
             extra = (tree[:row] & ~block[nearest, prefix : prefix + row]).nonzero()
             if len(extra):
                 odd = int(extra[0])
-                say(row, prefix + odd, f"1, but its nearest ancestor {nearest} does not see node {odd}: two branches")
+                say(
+                    row,
+                    prefix + odd,
+                    f"1, but its nearest ancestor {nearest} does not see node {odd}: two branches",
+                )
         if len(findings) >= 4:
             break
     for row in range(count, block.shape[0]):

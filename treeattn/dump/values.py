@@ -15,7 +15,11 @@ __all__ = ["judge_values"]
 
 
 def judge_values(
-    dump: Mapping[str, Any], report: DumpReport, prefixes: Sequence[int], starts: Sequence[int], blocks: list[Tensor]
+    dump: Mapping[str, Any],
+    report: DumpReport,
+    prefixes: Sequence[int],
+    starts: Sequence[int],
+    blocks: list[Tensor],
 ) -> None:
     """Append to `report` what is wrong with tables, slots, out and lse.
 
@@ -40,7 +44,12 @@ def judge_values(
 
 
 def _slots(
-    dump: Mapping[str, Any], report: DumpReport, request: int, prefix: int, starts: Sequence[int], block: Tensor
+    dump: Mapping[str, Any],
+    report: DumpReport,
+    request: int,
+    prefix: int,
+    starts: Sequence[int],
+    block: Tensor,
 ) -> Tensor | None:
     """Token slot of each prefix token and node; -1 for nodes that nobody sees or whose K and V are fresh."""
     page = int(dump.get("page_size", 1))
@@ -113,7 +122,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tupl
 
     group = q.shape[1] // k.shape[1]
     parts = [
-        attend(q[:, h * group : (h + 1) * group], k[:, h : h + 1].to(q.dtype), v[:, h : h + 1].to(q.dtype), mask, scale)
+        attend(
+            q[:, h * group : (h + 1) * group],
+            k[:, h : h + 1].to(q.dtype),
+            v[:, h : h + 1].to(q.dtype),
+            mask,
+            scale,
+        )
         for h in range(k.shape[1])
     ]
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
@@ -156,7 +171,9 @@ def _judge_request(
         verdict = compare("lse", request, got, want_lse, plain_lse.double(), factor, 1.0)
         if not verdict.ok:
             report.findings.append(verdict.message)
-            if compare("lse", request, got * 0.6931471805599453, want_lse, plain_lse.double(), factor, 1.0).ok:
+            if compare(
+                "lse", request, got * 0.6931471805599453, want_lse, plain_lse.double(), factor, 1.0
+            ).ok:
                 report.notes.append(f"request {request}: its lse is in base 2, natural log is expected")
 
 

@@ -123,7 +123,9 @@ def build_case(
         v_cache=v_cache,
         k_tree=k_tree,
         v_tree=v_tree,
-        layout_args=_layout_args(source, parents, widths, lengths, nodes, tree_masks, uniform, tail, max_q_len, place, rng),
+        layout_args=_layout_args(
+            source, parents, widths, lengths, nodes, tree_masks, uniform, tail, max_q_len, place, rng
+        ),
         kv_args=_kv_args(place, tables, node_slots, widths, nodes, tail, pool, rng),
     )
     return case.to(device)

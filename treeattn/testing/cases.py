@@ -8,6 +8,7 @@ may see is filled with NaN or Inf.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,7 +246,7 @@ class Case:
         )
 
 
-def tree_mask_of(parents: list[int] | tuple[int, ...], q_len: int) -> Tensor:
+def tree_mask_of(parents: Sequence[int], q_len: int) -> Tensor:
     """Bool `[q_len, q_len]`: each node sees itself and the nodes above it; rows past the nodes see nothing."""
     mask = torch.zeros(q_len, q_len, dtype=torch.bool)
     for node in range(len(parents)):

@@ -49,7 +49,9 @@ def _guards(case: Case, rows: int, seed: int) -> tuple[Guarded, Guarded]:
 
 
 def _result(out: Guarded, lse: Guarded, rows: int) -> Result:
-    touched = [f"{name}: {guard.touched()}" for name, guard in (("out", out), ("lse", lse)) if guard.touched()]
+    touched = [
+        f"{name}: {guard.touched()}" for name, guard in (("out", out), ("lse", lse)) if guard.touched()
+    ]
     row_lse = lse.result()
     row_lse[lse.own_rows :] = float("-inf")
     return Result(out.result()[:rows], row_lse[:rows], "; ".join(touched) or None)
@@ -187,10 +189,11 @@ class StaticRun:
         """One attention call over the whole static q."""
         import treeattn
 
-        fresh = {} if self.fresh is None else {"k_tree": self.fresh[0], "v_tree": self.fresh[1]}
+        k_tree, v_tree = (None, None) if self.fresh is None else self.fresh
         treeattn.tree_attention(
-            self.q, case.k_cache, case.v_cache, self.step, out=out, lse=lse, sm_scale=case.sm_scale, **fresh
-        )
+            self.q, case.k_cache, case.v_cache, self.step, k_tree=k_tree, v_tree=v_tree, out=out, lse=lse,
+            sm_scale=case.sm_scale,
+        )  # fmt: skip
 
     def run(self, case: Case) -> Result:
         """Load, update and attend between guards."""
@@ -237,7 +240,9 @@ def run_static(case: Case, backend: str = "auto") -> Result:
 PATHS: dict[str, Callable[..., Result]] = {"plain": run_plain, "static": run_static}
 
 
-def check_case(case: Case, backend: str, path: str = "plain", expected: Truth | None = None, **options: Any) -> Verdict:
+def check_case(
+    case: Case, backend: str, path: str = "plain", expected: Truth | None = None, **options: Any
+) -> Verdict:
     """Run a case on one path (``"plain"`` or ``"static"``) and judge out, lse and the guards."""
     result = PATHS[path](case, backend, **options)
     if result.touched:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 __all__ = [
     "KINDS", "T4", "ancestors_or_self", "best_first", "breadth_first", "chain", "depth_of", "draw_tree", "recent",
@@ -82,7 +82,7 @@ def draw_tree(kind: str, n: int, rng: random.Random) -> list[int]:
     return KINDS[rng.choice(list(KINDS)) if kind == "any" else kind](n, rng)
 
 
-def ancestors_or_self(parents: list[int] | tuple[int, ...], node: int) -> list[int]:
+def ancestors_or_self(parents: Sequence[int], node: int) -> list[int]:
     """The nodes on the way from `node` up to its root, `node` first."""
     path = []
     while node >= 0:
@@ -91,12 +91,12 @@ def ancestors_or_self(parents: list[int] | tuple[int, ...], node: int) -> list[i
     return path
 
 
-def depth_of(parents: list[int] | tuple[int, ...], node: int) -> int:
+def depth_of(parents: Sequence[int], node: int) -> int:
     """Edges between `node` and its root."""
     return len(ancestors_or_self(parents, node)) - 1
 
 
-def relabel(parents: list[int] | tuple[int, ...], rng: random.Random) -> tuple[list[int], list[int]]:
+def relabel(parents: Sequence[int], rng: random.Random) -> tuple[list[int], list[int]]:
     """Another topological order of the same tree.
 
     Returns
@@ -107,7 +107,8 @@ def relabel(parents: list[int] | tuple[int, ...], rng: random.Random) -> tuple[l
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
-    ready, order, new_name = list(children.get(-1, [])), [], {-1: -1}
+    ready, new_name = list(children.get(-1, [])), {-1: -1}
+    order: list[int] = []
     while ready:
         node = ready.pop(rng.randrange(len(ready)))
         new_name[node] = len(order)
