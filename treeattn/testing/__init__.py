@@ -7,7 +7,7 @@ It is public so that a framework's own tests can use it on its integration:
 >>> print(case.describe(), check_case(case, "torch").message)
 """
 
-from .build import build_case, random_case
+from .build import build_case, random_case, rebuild
 from .cases import Case, Placement
 from .exact import expected_weights, probe, seen_by, wrong_weight
 from .guard import Guarded
@@ -18,6 +18,6 @@ from .truth import Truth, plain, truth
 
 __all__ = [
     "T4", "Case", "Guarded", "Placement", "Result", "StaticRun", "Truth", "Verdict", "build_case", "check_case",
-    "draw_tree", "expected_weights", "judge", "plain", "previous_of", "probe", "random_case", "relabel", "run_plain",
+    "draw_tree", "expected_weights", "judge", "plain", "previous_of", "probe", "random_case", "rebuild", "relabel", "run_plain",
     "run_static", "seen_by", "truth", "wrong_weight",
 ]  # fmt: skip

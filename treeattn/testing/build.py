@@ -13,7 +13,7 @@ from torch import Tensor
 from .cases import Case, Placement, poison_, scatter_, tree_mask_of
 from .trees import draw_tree
 
-__all__ = ["build_case", "random_case"]
+__all__ = ["build_case", "random_case", "rebuild"]
 
 GROUPS = (1, 1, 2, 3, 4, 4, 5, 6, 8, 12)
 HEAD_DIMS = (16, 32, 64, 64, 80, 96, 128, 128, 192, 256, 40, 72)
@@ -75,6 +75,7 @@ def build_case(
 
     content_k = tuple(numbers(p + n, num_kv, head_dim) for p, n in zip(lengths, nodes, strict=True))
     content_v = tuple(numbers(p + n, num_kv, head_dim) for p, n in zip(lengths, nodes, strict=True))
+    content_q = [numbers(n, num_qo, head_dim) for n in nodes]
     tables, node_slots, pool = _assign_pages(place, lengths, nodes, rng)
     key_slots = tuple(
         torch.tensor(_slots_of(place, table, prefix, count, own), dtype=torch.int64)
@@ -91,7 +92,7 @@ def build_case(
         )
     first = 0
     for b, width in enumerate(widths):
-        q[first : first + nodes[b]] = numbers(nodes[b], num_qo, head_dim) * sharpness
+        q[first : first + nodes[b]] = content_q[b] * sharpness
         cached = key_slots[b] >= 0
         scatter_(k_cache, content_k[b][cached], key_slots[b][cached], place)
         scatter_(v_cache, content_v[b][cached], key_slots[b][cached], place)
@@ -113,6 +114,7 @@ def build_case(
         prefixes=lengths,
         nodes=nodes,
         tail=tail,
+        parents=tuple(tuple(tree) for tree in parents),
         max_q_len=max_q_len or max(widths, default=1),
         tree_masks=tree_masks,
         content_k=content_k,
@@ -129,6 +131,56 @@ def build_case(
         kv_args=_kv_args(place, tables, node_slots, widths, nodes, tail, pool, rng),
     )
     return case.to(device)
+
+
+def rebuild(
+    case: Case,
+    order: Sequence[int] | None = None,
+    *,
+    placement: Placement | None = None,
+    source: str | None = None,
+    seed: int = 0,
+) -> Case:
+    """Build the same requests in another place: the same numbers on other pages, in another order, between other poison.
+
+    Parameters
+    ----------
+    order : sequence of int, optional
+        Which requests, in which order; default: all as they are.
+    placement : Placement, optional
+        Default: the case's own.
+    source : str, optional
+        Default: the case's own.
+    seed : int
+        Of the pages and of what unused memory holds.
+    """
+    chosen = list(range(case.batch)) if order is None else list(order)
+    other = build_case(
+        [case.parents[b] for b in chosen],
+        [case.prefixes[b] for b in chosen],
+        q_lens=[case.q_lens[b] for b in chosen],
+        masks=[case.tree_masks[b] for b in chosen],
+        source=source or case.source,
+        heads=(case.num_qo_heads, case.num_kv_heads),
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        device=case.device,
+        placement=placement or case.placement,
+        max_q_len=case.max_q_len,
+        tail=case.tail,
+        sm_scale=case.sm_scale,
+        seed=seed,
+        name=f"{case.name} rebuilt",
+    )
+    q = other.q.clone()
+    for index, b in enumerate(chosen):
+        rows = case.q[case.starts[b] : case.starts[b] + case.nodes[b]]
+        q[other.starts[index] : other.starts[index] + case.nodes[b]] = rows
+    return other.with_content(
+        q=q,
+        k=tuple(case.content_k[b] for b in chosen),
+        v=tuple(case.content_v[b] for b in chosen),
+    )
 
 
 def _assign_pages(

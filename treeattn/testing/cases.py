@@ -90,6 +90,12 @@ class Case:
         Which builder of `TreeLayout` gets the trees; `layout_args` are its arguments.
     q_lens, prefixes, nodes : tuple of int
         Per request. `nodes[b] <= q_lens[b]`; 0 nodes is an empty request.
+    parents : tuple of tuple of int
+        Per request; not what its rows see where the masks are general.
+    tail : int
+        Rows of q past the last request.
+    max_q_len : int
+        As declared to the layout.
     tree_masks : tuple of Tensor
         Bool `[q_len, q_len]` per request on the CPU, from a naive walk up the parents (or general bits).
     content_k, content_v : tuple of Tensor
@@ -113,6 +119,7 @@ class Case:
     q_lens: tuple[int, ...]
     prefixes: tuple[int, ...]
     nodes: tuple[int, ...]
+    parents: tuple[tuple[int, ...], ...]
     tail: int
     max_q_len: int
     tree_masks: tuple[Tensor, ...]
