@@ -15,6 +15,8 @@ class KernelConfig:
     ----------
     block_m, block_r : int
         Packed query rows of a row tile: ``block_m`` on the main matrix instruction, ``block_r`` more on the same K/V.
+    few_r : bool
+        The ``block_r`` rows are computed transposed (their cost is their number, not a 64-row tile).
     block_n : int
         Keys of a KV tile, the unit in which the plan counts.
     block_d : int
@@ -31,6 +33,7 @@ class KernelConfig:
 
     block_m: int
     block_r: int
+    few_r: bool
     block_n: int
     block_d: int
     num_warps: int
@@ -69,11 +72,14 @@ def select_config(arch: int, dtype: torch.dtype, group: int, head_dim: int, max_
     rows = group * max_q_len
     block_d = max(16, next_power_of_2(head_dim))
     if arch == 0:
-        return KernelConfig(16 if rows <= 40 else 32, 16 if rows % 32 else 0, 16, block_d, 4, 1, 1, 1, "interpreter")
+        few = 16 if rows % 32 else 0
+        return KernelConfig(16 if rows <= 40 else 32, few, few > 0, 16, block_d, 4, 1, 1, 1, "interpreter")
     if dtype == torch.float32:
-        return KernelConfig(16, 0, 32, block_d, 4, 2, 2, 2, "true float32 products run on the CUDA cores")
+        return KernelConfig(16, 0, False, 32, block_d, 4, 2, 2, 2, "true float32 products run on the CUDA cores")
     if rows <= 16:
-        return KernelConfig(16, 0, 64, block_d, 4, 3, 2, 2, "one small tile")
+        return KernelConfig(16, 0, False, 64, block_d, 4, 4, 2, 2, "one small tile")
     if rows <= 80:
-        return KernelConfig(64, 0 if rows <= 64 else 16, 64, block_d, 4, 3, 2, 2, "one 64-row tile")
-    return KernelConfig(128, 0 if rows % 128 == 0 else 16, 64, block_d, 8, 3, 1, 2, "128-row tiles")
+        few = 0 if rows <= 64 else 16
+        return KernelConfig(64, few, few > 0, 64, block_d, 4, 4, 2, 2, "one 64-row tile")
+    few = 0 if rows % 128 == 0 else 16
+    return KernelConfig(128, few, few > 0, 64, block_d, 8, 4, 1, 2, "128-row tiles")

@@ -223,8 +223,9 @@ class TreeLayout:
 
         Any pattern of node bits is legal. Where they are an ancestor relation, `depths`, `positions` and
         `parents` (the highest visible node below the row) follow from it; for another pattern pass
-        `positions` if a window or rotary embedding needs them. With a prefix part ("full", "packed", "bias") and no
-        `num_nodes`, trailing all-zero rows are padding; in "tree" and "words" every row is real then.
+        `positions` if a window or rotary embedding needs them. With a prefix part ("full", "packed",
+        "bias") and no `num_nodes`, trailing all-zero rows are padding; in "tree" and "words" every row is
+        real then.
 
         Parameters
         ----------
@@ -313,11 +314,11 @@ class TreeLayout:
     def tree_mask(
         self, out: Tensor | None = None, dtype: torch.dtype = torch.bool, total: int | None = None
     ) -> Tensor:
-        """Export the flat tree form, bool or uint8. On CUDA a ragged layout needs `out` or `total` (elements)."""
+        """Export the flat tree form, bool or uint8. On CUDA a ragged layout needs `out` or `total`."""
         return masks.tree_mask(self, out, dtype, total)
 
     def packed_mask(self, out: Tensor | None = None, total: int | None = None) -> tuple[Tensor, Tensor]:
-        """The packed form, uint8, and its byte offsets int64 [batch + 1]. On CUDA pass `out` or `total`."""
+        """Export the packed form, uint8, and its byte offsets int64 [batch + 1]; sizes as `full_mask`."""
         return masks.packed_mask(self, out, total)
 
     def bias(
@@ -389,6 +390,7 @@ def _build(
         num_nodes=num_nodes,
         positions=positions,
         mask_indptr=mask_indptr,
+        exact=True,
         validate=validate,
     )
     if validation_wanted(validate) or (validate is None and device.type == "cpu"):
@@ -422,7 +424,7 @@ def write_layout_(
     num_nodes: Ints | None = None,
     positions: Tensor | None = None,
     mask_indptr: Ints | None = None,
-    exact: bool = True,
+    exact: bool | None = None,
     validate: bool | None = None,
     backend: Literal["torch", "triton"] | None = None,
 ) -> None:
@@ -440,9 +442,10 @@ def write_layout_(
         Requests of this step, at most `layout.batch`.
     q_len, qo_indptr
         One of the two: the uniform width (implied by parents [batch, q_len]), or row offsets.
-    exact : bool
-        A flat mask must have exactly the canonical size (False: at least, for masks in static buffers). On
-        CUDA only a size that the host knows can be refused at once, others set the status word.
+    exact : bool, optional
+        Whether a flat mask must have exactly the canonical size, or at least that (static mask memory, whose
+        used part varies). None: exact except on CUDA. On CUDA only a size that the host knows can be refused
+        at once, others set the status word.
     backend : {"torch", "triton"}, optional
         Which implementation writes; "triton" on CUDA and "torch" elsewhere when None. For tests.
 
@@ -473,7 +476,7 @@ def write_layout_(
         num_nodes=num_nodes,
         positions=positions,
         mask_indptr=mask_indptr,
-        exact=exact,
+        exact=layout.device.type != "cuda" if exact is None else exact,
     )
     if validation_wanted(validate):
         validate_input(source, layout)

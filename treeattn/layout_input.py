@@ -88,7 +88,7 @@ def refuse_in_capture(device: torch.device, what: str) -> None:
 
 
 def ints(value: Ints, name: str, device: torch.device) -> Tensor:
-    """Return a 1-D int32 or int64 tensor on `device`; sequences are copied there, tensors must be there already."""
+    """Return a 1-D int32 or int64 tensor on `device`; sequences are copied, tensors must be there."""
     if not isinstance(value, Tensor):
         return torch.tensor(list(value), dtype=torch.int64, device=device)
     if value.device != device:
@@ -103,7 +103,7 @@ def ints(value: Ints, name: str, device: torch.device) -> Tensor:
 def _at_least(value: Ints, name: str, device: torch.device, length: int) -> Tensor:
     value = ints(value, name, device)
     if value.numel() < length:
-        raise ValueError(f"{name} has {value.numel()} entries, batch {value.numel()} != {length} needed")
+        raise ValueError(f"{name} has {value.numel()} entries, this batch needs {length}")
     return value
 
 
@@ -223,7 +223,7 @@ def check_size(source: LayoutInput, canonical: int) -> None:
 
 
 def canonical_indptr(source: LayoutInput, qo_indptr: Tensor) -> Tensor:
-    """Compute where each request's block starts in this form: elements, or bytes for "packed". int64 [batch + 1]."""
+    """Compute where each request's block starts in this form: elements, bytes for "packed". int64 [batch + 1]."""
     if source.kind == "tree":
         return tree_indptr(qo_indptr)
     full = full_indptr(qo_indptr, source.prefix_lens[: source.batch])

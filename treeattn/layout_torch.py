@@ -46,8 +46,9 @@ def write_layout_torch_(layout: TreeLayout, source: LayoutInput) -> None:
     prefix = raw_prefix.clamp(min=0)
     given = widths if source.num_nodes is None else source.num_nodes[:batch].to(torch.int64)
     too_many = (given > widths) & ~broken & (raw_prefix >= 0)
-    for b in too_many.nonzero().flatten().tolist():
-        findings.append((Status.NUM_NODES, b, int(widths[b]), int(given[b])))
+    findings.extend(
+        (Status.NUM_NODES, b, int(widths[b]), int(given[b])) for b in too_many.nonzero().flatten().tolist()
+    )
     nodes = given.masked_fill(broken | too_many | (raw_prefix < 0), 0).clamp(min=0)
     rows = _rows(layout, qo)
 
@@ -109,8 +110,9 @@ def _qo_indptr(layout: TreeLayout, source: LayoutInput, findings: list[Finding])
     qo = raw.cummax(0).values.clamp(0, min(layout.total_q, source.rows))
     qo[0] = 0
     broken = (raw[:-1] != qo[:-1]) | (raw[1:] != qo[1:]) | (qo.diff() > layout.max_q_len)
-    for b in broken.nonzero().flatten().tolist():
-        findings.append((Status.QO_INDPTR, b, int(raw[b]), int(raw[b + 1])))
+    findings.extend(
+        (Status.QO_INDPTR, b, int(raw[b]), int(raw[b + 1])) for b in broken.nonzero().flatten().tolist()
+    )
     return qo, broken
 
 
@@ -166,7 +168,7 @@ def _read_mask(
     nodes: Tensor,
     findings: list[Finding],
 ) -> Tensor:
-    """Read words [total_q, num_words] of a mask; lower `nodes` to what a full form says, 0 where it is bad."""
+    """Read words [total_q, num_words] of a mask; lower `nodes` to what it says, 0 where it is bad."""
     words = torch.zeros_like(layout.mask_words)
     data = source.data
     if data is None:

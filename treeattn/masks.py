@@ -115,7 +115,7 @@ def packed_indptr(mask_indptr: Tensor) -> Tensor:
 
 
 def _visible(layout: TreeLayout, request: Tensor, row: Tensor, column: Tensor, prefix: Tensor) -> Tensor:
-    """Tell whether local `row` of `request` sees key `column` (prefix tokens first); all shaped alike, int64."""
+    """Tell whether local `row` of `request` sees key `column` (prefix first); all shaped alike, int64."""
     node = column - prefix
     nodes = layout.num_nodes[request]
     flat_row = (layout.qo_indptr[request] + row).clamp(max=max(layout.total_q - 1, 0))
@@ -211,7 +211,7 @@ def bias_mask(
 def packed_mask(
     layout: TreeLayout, out: Tensor | None = None, total: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Export the packed form: uint8 bytes and their int64 offsets [batch + 1]. Bytes of `out` past its end get 0."""
+    """Export the packed form: uint8 bytes and their int64 offsets [batch + 1]. Bytes past its end get 0."""
     indptr = packed_indptr(layout.mask_indptr)
     if out is not None and out.dtype != torch.uint8:
         raise TypeError(f"packed bits are uint8, got {out.dtype}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,6 +77,11 @@ class Step:
     checked: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False)
     launches: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def words32(self) -> Tensor:
+        """The mask words as the kernels read them: int32 ``[total_q, 2 * num_words]``, the same memory."""
+        return self.layout.mask_words.view(torch.int32)
+
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
@@ -136,6 +142,7 @@ def plan(
     kv_layout: KVLayout = "NHD",
     fresh_tree: bool = False,
     backend: str = "auto",
+    config: KernelConfig | None = None,
 ) -> Step:
     """Prepare one verify step for the layers of a group.
 
@@ -155,6 +162,8 @@ def plan(
         The nodes' K and V come with each call as ``k_tree``, ``v_tree``; the request's pages need not hold them.
     backend : {"auto", "reference", "torch", "triton"}
         "auto" is Triton on a CUDA device and torch on a CPU. A backend named here never falls back to another.
+    config : KernelConfig, optional
+        Tiles of the Triton kernels, :func:`treeattn.select_config` by default: for tuning.
 
     Returns
     -------
@@ -169,7 +178,7 @@ def plan(
     """
     step = prepare_step(
         layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype=dtype, kv_layout=kv_layout, fresh_tree=fresh_tree,
-        backend=backend,
+        backend=backend, config=config,
     )  # fmt: skip
     update_plan_(step)
     return step
@@ -187,6 +196,7 @@ def prepare_step(
     fresh_tree: bool,
     backend: str,
     host: HostState | None = None,
+    config: KernelConfig | None = None,
 ) -> Step:
     """A checked step with its memory, its plan not yet made; arguments as in :func:`plan`."""
     check_geometry(num_qo_heads, num_kv_heads, head_dim, dtype)
@@ -199,9 +209,9 @@ def prepare_step(
     if kv.tree_slots is not None and kv.tree_slots.shape[0] < layout.total_q:
         raise ValueError(f"tree_slots has {kv.tree_slots.shape[0]} entries, the layout has {layout.total_q} query rows")
     name = backends.resolve(backend, layout.device, dtype, head_dim)
-    config, programs, buffers = None, 0, None
+    programs, buffers = 0, None
     if name == "triton":
-        config = select_config(
+        config = config or select_config(
             backends.arch(layout.device), dtype, num_qo_heads // num_kv_heads, head_dim, layout.max_q_len
         )
         programs = backends.num_programs(layout.device, config)

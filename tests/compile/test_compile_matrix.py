@@ -5,23 +5,27 @@ The cases come from the kernels' own catalogue, so a new configuration is in the
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 import triton
-from treeattn.kernels import catalogue
 
+from treeattn.kernels import catalogue
 from treeattn.testing.compile_matrix import SHARED_LIMIT_BYTES, compile_for
 
-# (Triton minor version, arch, case name) -> (bytes of spill stores + loads allowed, why it ships all the
-# same)
-SPILL_EXCEPTIONS: dict[tuple[str, int, str], tuple[int, str]] = {}
+# Pattern of "triton-<minor>/sm_<arch>/<case name>" -> (bytes of spill stores + loads allowed, why it ships)
+SPILL_EXCEPTIONS: dict[str, tuple[int, str]] = {}
 
 TRITON = ".".join(triton.__version__.split(".")[:2])
 CASES = [(arch, *case) for arch in SHARED_LIMIT_BYTES for case in catalogue.compile_cases(arch)]
+IDS = [f"sm_{arch}/{name}" for arch, name, *_ in CASES]
 
 
-IDS = [f"sm_{arch}-{name}" for arch, name, *_ in CASES]
+def allowed_spill(case_id: str) -> int:
+    """The most that an exception allows the case; 0 where there is none."""
+    matching = [limit for pattern, (limit, _) in SPILL_EXCEPTIONS.items() if fnmatch(case_id, pattern)]
+    return max(matching, default=0)
 
 
 @pytest.mark.parametrize(("arch", "name", "jit_fn", "signature", "options"), CASES, ids=IDS)
@@ -33,9 +37,8 @@ def test_configuration_fits(
         f"{report.shared_bytes} bytes of shared memory (limit {report.shared_limit_bytes}), "
         f"{report.tensor_memory_columns} columns of tensor memory"
     )
-    allowed, _ = SPILL_EXCEPTIONS.get((TRITON, arch, name), (0, ""))
+    allowed = allowed_spill(f"triton-{TRITON}/sm_{arch}/{name}")
     assert report.spill_bytes <= allowed, f"{report.spill_bytes} bytes spilled, {allowed} allowed: {report}"
-    assert report.spill_bytes > 0 or allowed == 0, "no longer spills: take it off SPILL_EXCEPTIONS"
 
 
 def test_every_chip_has_cases() -> None:
@@ -43,9 +46,12 @@ def test_every_chip_has_cases() -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [(arch, name) for arch, name, *_ in CASES]
-    assert len(names) == len(set(names))
+    assert len(IDS) == len(set(IDS))
 
 
-def test_spill_exceptions_name_cases_that_exist() -> None:
-    assert {key[1:] for key in SPILL_EXCEPTIONS} <= {(arch, name) for arch, name, *_ in CASES}
+def test_spill_exceptions_match_cases_and_give_reasons() -> None:
+    tested = [f"triton-{minor}/{case_id}" for minor in ("3.6", "3.9") for case_id in IDS]
+    for pattern, (limit, reason) in SPILL_EXCEPTIONS.items():
+        assert limit > 0
+        assert reason
+        assert any(fnmatch(case_id, pattern) for case_id in tested), f"{pattern} matches no case"

@@ -3,7 +3,7 @@
 ``attention_kernel``
     One program walks its stretch of the plan. An item is a tile of packed query rows (node-major: row ``r`` of a KV
     head is node ``r // GROUP``, query head ``r % GROUP``) against KV tiles: first the full tiles of the prefix, which
-    need no mask and no bounds, then the *edge*: the prefix's last, partly filled tile and the tiles of the tree. An
+    need no mask and no bounds, then the *edge*, in tiles of ``BLOCK_E``: what is left of the prefix, and the tree. An
     item that lies whole in one program is written to ``out``; a part of one goes to a partial slot.
 ``finish_kernel``
     Merges the partials of every item that was cut, in KV order, and writes out 0 and lse -inf in padding rows.
@@ -16,15 +16,15 @@ Scores are kept in base 2 (``sm_scale`` carries log2 e).
 import triton
 import triton.language as tl
 
-from .plan import WORK_FIELDS
+from .plan import BLOCK_E, WORK_FIELDS
 
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_rows(ptr, rows, valid, first_row, kv_head, stride_row, stride_head, GROUP: tl.constexpr,
+def load_rows(ptr, rows, valid, first_row, kv_head, stride_row, stride_head, sign, GROUP: tl.constexpr,
               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Packed query rows ``[len(rows), BLOCK_D]``; rows that are not valid are 0."""
+    """Packed query rows ``[len(rows), BLOCK_D]``, times `sign`; rows that are not valid are 0."""
     d = tl.arange(0, BLOCK_D)
     token = (first_row + rows // GROUP).to(tl.int64)
     head = kv_head * GROUP + rows % GROUP
@@ -32,7 +32,8 @@ def load_rows(ptr, rows, valid, first_row, kv_head, stride_row, stride_head, GRO
     mask = valid[:, None]
     if BLOCK_D != HEAD_DIM:
         mask = mask & (d < HEAD_DIM)[None, :]
-    return tl.load(ptr + offsets[:, None] + d[None, :], mask=mask, other=0.0)
+    q = tl.load(ptr + offsets[:, None] + d[None, :], mask=mask, other=0.0)
+    return (q * sign).to(q.dtype)
 
 
 @triton.jit
@@ -72,22 +73,23 @@ def load_tile(ptr, offsets, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def tree_bits(words_ptr, rows, valid, first_row, tile, num_words, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which nodes of a tree tile each packed row sees: bool ``[len(rows), BLOCK_N]``."""
-    n = tl.arange(0, BLOCK_N)
-    row_ptr = words_ptr + (first_row + rows // GROUP).to(tl.int64) * num_words
-    word = tile * BLOCK_N // 64
-    bits = tl.load(row_ptr + word, mask=valid, other=0)[:, None]
-    if BLOCK_N > 64:
-        upper = tl.load(row_ptr + word + 1, mask=valid & (word + 1 < num_words), other=0)[:, None]
-        bits = tl.where((n < 64)[None, :], bits, upper)
-    return ((bits >> ((tile * BLOCK_N + n) % 64)[None, :].to(tl.int64)) & 1) != 0
+def bit_or(a, b):
+    return a | b
+
+
+@triton.jit
+def tree_words(words_ptr, rows, valid, first_row, word, num_words, GROUP: tl.constexpr):
+    """32-bit mask word number `word` of each packed row; 0 for a row that does not exist."""
+    return tl.load(words_ptr + (first_row + rows // GROUP).to(tl.int64) * num_words + word, mask=valid, other=0)
 
 
 @triton.jit
 def attend(q, k, v, acc, row_max, row_sum, sees, sm_scale, MASKED: tl.constexpr):
-    """One KV tile of the online softmax; ``sees`` is read only if MASKED."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * sm_scale
+    """One KV tile of the online softmax; ``row_max`` is of the scores before ``sm_scale``, which must be positive.
+
+    ``sees`` is read only if MASKED.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(sees, scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -96,11 +98,35 @@ def attend(q, k, v, acc, row_max, row_sum, sees, sm_scale, MASKED: tl.constexpr)
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
     else:
         base = new_max
-    weights = tl.exp2(scores - base[:, None])
-    decay = tl.exp2(row_max - base)
+    base = base * sm_scale
+    weights = tl.exp2(scores * sm_scale - base[:, None])
+    decay = tl.exp2(row_max * sm_scale - base)
     row_sum = row_sum * decay + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, new_max, row_sum
+
+
+@triton.jit
+def attend_few(q_t, k, v, acc_t, row_max, row_sum, sees_t, sm_scale, MASKED: tl.constexpr):
+    """:func:`attend` for a handful of rows, transposed: keys, then head dims, are the long side of the products.
+
+    The matrix unit's tile is 64 rows at least. With K (and V transposed) as the left operand a few query rows cost
+    their own number of columns, and K and V are read from the shared memory where the main rows have them.
+    """
+    scores = tl.dot(k, q_t, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(sees_t, scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 0))
+    if MASKED:
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    else:
+        base = new_max
+    base = base * sm_scale
+    weights = tl.exp2(scores * sm_scale - base[None, :])
+    decay = tl.exp2(row_max * sm_scale - base)
+    row_sum = row_sum * decay + tl.sum(weights, 0)
+    acc_t = tl.dot(tl.trans(v), weights.to(v.dtype), acc_t * decay[None, :], input_precision="ieee")
+    return acc_t, new_max, row_sum
 
 
 @triton.jit
@@ -141,7 +167,7 @@ def attention_kernel(
     nodes_ptr,
     prefix_lens_ptr,
     qo_indptr_ptr,
-    mask_words_ptr,  # int64 [total_q, num_words]
+    mask_words_ptr,  # mask words as int32 [total_q, num_words]
     kv_indptr_ptr,  # read if CSR
     table_ptr,  # kv_indices, or the block table
     tree_slots_ptr,  # [total_q], read if TREE_SLOTS
@@ -176,6 +202,7 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    SWAP_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -190,11 +217,16 @@ def attention_kernel(
     prefix = tl.load(work + 5)
     first_row = tl.load(work + 6)
     n = tl.arange(0, BLOCK_N)
+    e = tl.arange(0, BLOCK_E)
+    # maxima are taken before the scale: a negative one turns q around, and 0 * -inf must not be NaN
+    sign = tl.where(sm_scale < 0, -1.0, 1.0)
+    scale = tl.maximum(tl.abs(sm_scale), 1e-30)
 
     while left > 0:
         row_tiles = tl.cdiv(nodes * GROUP, TILE_ROWS)
-        prefix_tiles = tl.cdiv(prefix, BLOCK_N)
-        item_tiles = prefix_tiles + tl.cdiv(nodes, BLOCK_N)
+        full_tiles = prefix // BLOCK_N
+        tail_tiles = tl.cdiv(prefix % BLOCK_N, BLOCK_E)
+        item_tiles = full_tiles + tail_tiles + tl.cdiv(nodes, BLOCK_E)
         if nodes > 0:
             kv_head = item // row_tiles
             row_tile = item % row_tiles
@@ -207,7 +239,8 @@ def attention_kernel(
             m = tl.arange(0, BLOCK_M)
             rows = row0 + m
             valid = rows < row_end
-            q = load_rows(q_ptr, rows, valid, first_row, kv_head, stride_q_row, stride_q_head, GROUP, HEAD_DIM, BLOCK_D)
+            q = load_rows(q_ptr, rows, valid, first_row, kv_head, stride_q_row, stride_q_head, sign, GROUP, HEAD_DIM,
+                          BLOCK_D)  # fmt: skip
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -215,9 +248,13 @@ def attention_kernel(
                 r = BLOCK_M + tl.arange(0, BLOCK_R)
                 rows_r = row0 + r
                 valid_r = rows_r < row_end
-                q_r = load_rows(q_ptr, rows_r, valid_r, first_row, kv_head, stride_q_row, stride_q_head, GROUP,
+                q_r = load_rows(q_ptr, rows_r, valid_r, first_row, kv_head, stride_q_row, stride_q_head, sign, GROUP,
                                 HEAD_DIM, BLOCK_D)  # fmt: skip
-                acc_r = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+                if SWAP_R:
+                    q_r = tl.trans(q_r)
+                    acc_r = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
+                else:
+                    acc_r = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
                 max_r = tl.full([BLOCK_R], -float("inf"), tl.float32)
                 sum_r = tl.zeros([BLOCK_R], tl.float32)
 
@@ -228,66 +265,69 @@ def attention_kernel(
             k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
             v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
 
-            full_tiles = prefix // BLOCK_N
             for t in tl.range(tile, tl.minimum(last, full_tiles), num_stages=STAGES):
                 k_off = full_tile_offsets(pages_ptr, t, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
                 k = load_tile(k_head_ptr, k_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
                 v_off = full_tile_offsets(pages_ptr, t, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
                 v = load_tile(v_head_ptr, v_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
-                acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, valid, sm_scale, False)
+                acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, valid, scale, False)
                 if BLOCK_R > 0:
-                    acc_r, max_r, sum_r = attend(q_r, k, v, acc_r, max_r, sum_r, valid_r, sm_scale, False)
+                    if SWAP_R:
+                        acc_r, max_r, sum_r = attend_few(q_r, k, v, acc_r, max_r, sum_r, valid_r, scale, False)
+                    else:
+                        acc_r, max_r, sum_r = attend(q_r, k, v, acc_r, max_r, sum_r, valid_r, scale, False)
 
             for t in tl.range(tl.maximum(tile, full_tiles), last, num_stages=1):
-                in_prefix = t < prefix_tiles
-                node = (t - prefix_tiles) * BLOCK_N + n
-                position = tl.where(in_prefix, t * BLOCK_N + n, prefix + node)
-                exists = position < tl.where(in_prefix, prefix, prefix + nodes)
-                if in_prefix:
-                    k_off = page_offsets(pages_ptr, position, exists, stride_k_page, stride_k_slot, PAGE_SIZE)
-                    v_off = page_offsets(pages_ptr, position, exists, stride_v_page, stride_v_slot, PAGE_SIZE)
-                    k = load_tile(k_head_ptr, k_off, exists, HEAD_DIM, BLOCK_D, True)
-                    v = load_tile(v_head_ptr, v_off, exists, HEAD_DIM, BLOCK_D, True)
-                elif FRESH:
-                    token = (first_row + node).to(tl.int64)
-                    k = load_tile(k_tree_ptr + kv_head * stride_k_tree_head, token * stride_k_tree_row, exists,
-                                  HEAD_DIM, BLOCK_D, True)  # fmt: skip
-                    v = load_tile(v_tree_ptr + kv_head * stride_v_tree_head, token * stride_v_tree_row, exists,
-                                  HEAD_DIM, BLOCK_D, True)  # fmt: skip
-                elif TREE_SLOTS:
-                    slot = tl.load(tree_slots_ptr + first_row + node, mask=exists, other=0).to(tl.int64)
-                    k_off = slot // PAGE_SIZE * stride_k_page + slot % PAGE_SIZE * stride_k_slot
-                    v_off = slot // PAGE_SIZE * stride_v_page + slot % PAGE_SIZE * stride_v_slot
-                    k = load_tile(k_head_ptr, k_off, exists, HEAD_DIM, BLOCK_D, True)
-                    v = load_tile(v_head_ptr, v_off, exists, HEAD_DIM, BLOCK_D, True)
+                in_prefix = t < full_tiles + tail_tiles
+                word = tl.maximum(t - full_tiles - tail_tiles, 0)
+                node = word * BLOCK_E + e
+                position = tl.where(in_prefix, full_tiles * BLOCK_N + (t - full_tiles) * BLOCK_E + e, prefix + node)
+                words = tree_words(mask_words_ptr, rows, valid, first_row, word, num_words, GROUP)
+                some = tl.reduce(words, 0, bit_or)
+                if BLOCK_R > 0:
+                    words_r = tree_words(mask_words_ptr, rows_r, valid_r, first_row, word, num_words, GROUP)
+                    some = some | tl.reduce(words_r, 0, bit_or)
+                # a key that no row of the tile sees is not read: it may hold anything, and 0 * NaN is NaN
+                needed = tl.where(in_prefix, position < prefix, (node < nodes) & ((some >> e) & 1 != 0))
+                k_base, v_base = k_head_ptr, v_head_ptr
+                if TREE_SLOTS or FRESH:
+                    if in_prefix:
+                        k_off = page_offsets(pages_ptr, position, needed, stride_k_page, stride_k_slot, PAGE_SIZE)
+                        v_off = page_offsets(pages_ptr, position, needed, stride_v_page, stride_v_slot, PAGE_SIZE)
+                    elif FRESH:
+                        k_base = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
+                        v_base = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
+                        k_off = (first_row + node).to(tl.int64) * stride_k_tree_row
+                        v_off = (first_row + node).to(tl.int64) * stride_v_tree_row
+                    else:
+                        slot = tl.load(tree_slots_ptr + first_row + node, mask=needed, other=0).to(tl.int64)
+                        k_off = slot // PAGE_SIZE * stride_k_page + slot % PAGE_SIZE * stride_k_slot
+                        v_off = slot // PAGE_SIZE * stride_v_page + slot % PAGE_SIZE * stride_v_slot
                 else:
-                    k_off = page_offsets(pages_ptr, position, exists, stride_k_page, stride_k_slot, PAGE_SIZE)
-                    v_off = page_offsets(pages_ptr, position, exists, stride_v_page, stride_v_slot, PAGE_SIZE)
-                    k = load_tile(k_head_ptr, k_off, exists, HEAD_DIM, BLOCK_D, True)
-                    v = load_tile(v_head_ptr, v_off, exists, HEAD_DIM, BLOCK_D, True)
-
-                tree_tile = tl.maximum(t - prefix_tiles, 0)
-                sees = tree_bits(mask_words_ptr, rows, valid, first_row, tree_tile, num_words, GROUP, BLOCK_N)
-                sees = (sees | in_prefix) & exists[None, :] & valid[:, None]
-                seen = tl.max(sees.to(tl.int32), 0)
+                    k_off = page_offsets(pages_ptr, position, needed, stride_k_page, stride_k_slot, PAGE_SIZE)
+                    v_off = page_offsets(pages_ptr, position, needed, stride_v_page, stride_v_slot, PAGE_SIZE)
+                k = load_tile(k_base, k_off, needed, HEAD_DIM, BLOCK_D, True)
+                v = load_tile(v_base, v_off, needed, HEAD_DIM, BLOCK_D, True)
+                sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
+                acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, sees, scale, True)
                 if BLOCK_R > 0:
-                    sees_r = tree_bits(mask_words_ptr, rows_r, valid_r, first_row, tree_tile, num_words, GROUP, BLOCK_N)
-                    sees_r = (sees_r | in_prefix) & exists[None, :] & valid_r[:, None]
-                    seen = tl.maximum(seen, tl.max(sees_r.to(tl.int32), 0))
-                # a node that no row of the tile sees may hold anything, and 0 * NaN is NaN
-                v = tl.where((seen > 0)[:, None], v, 0.0)
-                acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, sees, sm_scale, True)
-                if BLOCK_R > 0:
-                    acc_r, max_r, sum_r = attend(q_r, k, v, acc_r, max_r, sum_r, sees_r, sm_scale, True)
+                    sees_r = (((words_r[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
+                    if SWAP_R:
+                        sees_r = tl.trans(sees_r)
+                        acc_r, max_r, sum_r = attend_few(q_r, k, v, acc_r, max_r, sum_r, sees_r, scale, True)
+                    else:
+                        acc_r, max_r, sum_r = attend(q_r, k, v, acc_r, max_r, sum_r, sees_r, scale, True)
 
             # the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a program has one of each
             whole = (tile == 0) & (last == item_tiles)
             slot = 2 * program + (tile == 0).to(tl.int32)
-            store_rows(out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, acc, row_max, row_sum, rows, m, valid,
+            store_rows(out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, acc, row_max * scale, row_sum, rows, m, valid,
                        first_row, kv_head, slot, whole, stride_out_row, stride_out_head, stride_lse_row,
                        stride_lse_head, GROUP, TILE_ROWS, HEAD_DIM, BLOCK_D, HAS_LSE)  # fmt: skip
             if BLOCK_R > 0:
-                store_rows(out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, acc_r, max_r, sum_r, rows_r, r, valid_r,
+                if SWAP_R:
+                    acc_r = tl.trans(acc_r)
+                store_rows(out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, acc_r, max_r * scale, sum_r, rows_r, r, valid_r,
                            first_row, kv_head, slot, whole, stride_out_row, stride_out_head, stride_lse_row,
                            stride_lse_head, GROUP, TILE_ROWS, HEAD_DIM, BLOCK_D, HAS_LSE)  # fmt: skip
             left -= last - tile
@@ -299,6 +339,48 @@ def attention_kernel(
             nodes = tl.load(nodes_ptr + request)
             prefix = tl.load(prefix_lens_ptr + request)
             first_row = tl.load(qo_indptr_ptr + request)
+
+
+@triton.jit
+def zero_rows(out_ptr, lse_ptr, row, padding, heads, stride_out_row, stride_out_head, stride_lse_row,
+              stride_lse_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
+    """Out 0 and lse -inf in the rows that are padding."""
+    d = tl.arange(0, BLOCK_D)
+    row = row.to(tl.int64)
+    zero = tl.zeros([row.shape[0], BLOCK_D], out_ptr.dtype.element_ty)
+    empty = tl.full([row.shape[0]], -float("inf"), tl.float32)
+    for head in range(heads):
+        pointers = out_ptr + (row * stride_out_row + head * stride_out_head)[:, None] + d[None, :]
+        tl.store(pointers, zero, mask=padding[:, None] & (d < HEAD_DIM)[None, :])
+        if HAS_LSE:
+            tl.store(lse_ptr + row * stride_lse_row + head * stride_lse_head, empty, mask=padding)
+
+
+@triton.jit
+def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, TILE_ROWS: tl.constexpr,
+                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Combine the partials that programs `first` to `last` left of an item's rows, in KV order."""
+    c = tl.arange(0, PARTS)
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([local.shape[0], BLOCK_D], tl.float32)
+    row_max = tl.full([local.shape[0]], -float("inf"), tl.float32)
+    row_sum = tl.zeros([local.shape[0]], tl.float32)
+    for part in range(first, last + 1, PARTS):
+        program = part + c
+        slot = 2 * program + (program == first).to(tl.int32)
+        place = slot.to(tl.int64)[:, None] * TILE_ROWS + local[None, :]
+        there = (program <= last)[:, None] & valid[None, :]
+        lse2 = tl.load(partial_lse_ptr + place, mask=there, other=-float("inf"))
+        value = tl.load(partial_out_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
+                        mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0)  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(lse2, 0))
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weight = tl.exp2(lse2 - base[None, :])
+        decay = tl.exp2(row_max - base)
+        row_sum = row_sum * decay + tl.sum(weight, 0)
+        acc = acc * decay[:, None] + tl.sum(value * weight[:, :, None], 0)
+        row_max = new_max
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -316,7 +398,7 @@ def finish_kernel(
     row_request_ptr,  # int32 [total_q]
     total_q,
     num_qo_heads,
-    max_items,  # merge programs (times CHUNKS): items of the whole capacity, or boundaries between programs
+    num_merges,  # items of the whole capacity, or boundaries between programs; CHUNKS programs each
     items_a_request,
     stride_out_row,
     stride_out_head,
@@ -326,7 +408,7 @@ def finish_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ZERO_TAIL: tl.constexpr,  # rows past qo_indptr[batch] are padding too
-    BY_ITEM: tl.constexpr,  # a merge program per item; else one per boundary between two programs of the plan
+    BY_ITEM: tl.constexpr,  # a merge per item; else one per boundary between two programs of the plan
     HAS_LSE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -337,79 +419,52 @@ def finish_kernel(
     ZERO_ROWS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    d = tl.arange(0, BLOCK_D)
-    if program >= max_items * CHUNKS:
-        row = (program - max_items * CHUNKS) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
-        request = tl.load(row_request_ptr + row, mask=row < total_q, other=-1)
-        owned = request >= 0
-        node = row - tl.load(qo_indptr_ptr + request, mask=owned, other=0)
-        padding = owned & (node >= tl.load(nodes_ptr + request, mask=owned, other=0))
+    if program >= num_merges * CHUNKS:
+        row = (program - num_merges * CHUNKS) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
+        owner = tl.load(row_request_ptr + row, mask=row < total_q, other=-1)
+        owned = owner >= 0
+        node = row - tl.load(qo_indptr_ptr + owner, mask=owned, other=0)
+        padding = owned & (node >= tl.load(nodes_ptr + owner, mask=owned, other=0))
         if ZERO_TAIL:
-            padding = padding | ((row < total_q) & (request < 0))
+            padding = padding | ((row < total_q) & (owner < 0))
         if tl.max(padding.to(tl.int32), 0) > 0:
-            for head in range(num_qo_heads):
-                pointers = out_ptr + (row.to(tl.int64) * stride_out_row + head * stride_out_head)[:, None] + d[None, :]
-                zero = tl.zeros([ZERO_ROWS, BLOCK_D], out_ptr.dtype.element_ty)
-                tl.store(pointers, zero, mask=padding[:, None] & (d < HEAD_DIM)[None, :])
-                if HAS_LSE:
-                    empty = tl.full([ZERO_ROWS], -float("inf"), tl.float32)
-                    tl.store(lse_ptr + row.to(tl.int64) * stride_lse_row + head * stride_lse_head, empty, mask=padding)
+            zero_rows(out_ptr, lse_ptr, row, padding, num_qo_heads, stride_out_row, stride_out_head, stride_lse_row,
+                      stride_lse_head, HEAD_DIM, BLOCK_D, HAS_LSE)  # fmt: skip
+        return
+
+    index = program // CHUNKS
+    share = tl.load(share_ptr).to(tl.int64)
+    if BY_ITEM:
+        request = index // items_a_request
+        item = index % items_a_request
     else:
-        index = program // CHUNKS
-        share = tl.load(share_ptr).to(tl.int64)
-        if BY_ITEM:
-            request = index // items_a_request
-            item = index % items_a_request
-            tile = 0
-        else:
-            boundary = index + 1
-            work = work_ptr + boundary * WORK_FIELDS
-            request = tl.load(work + 0)
-            item = tl.load(work + 1)
-            tile = tl.load(work + 2)
-        nodes = tl.load(nodes_ptr + request)
-        prefix = tl.load(prefix_lens_ptr + request)
-        row_tiles = tl.cdiv(nodes * GROUP, TILE_ROWS)
-        item_tiles = tl.cdiv(prefix, BLOCK_N) + tl.cdiv(nodes, BLOCK_N)
-        if BY_ITEM:
-            start = tl.load(item_start_ptr + request) + item.to(tl.int64) * item_tiles
-            mine = item < row_tiles * KV_HEADS
-        else:
-            # the first boundary inside an item is the one that merges it
-            start = boundary * share - tile
-            mine = (tile > 0) & (start >= (boundary - 1) * share) & (tl.load(work + 3) > 0)
-        first = (start // share).to(tl.int32)
-        last = ((start + item_tiles - 1) // share).to(tl.int32)
-        if mine & (first < last):
-            tile_rows = tl.cdiv(nodes * GROUP, row_tiles)
-            kv_head = item // row_tiles
-            local = program % CHUNKS * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
-            rows = item % row_tiles * tile_rows + local
-            first_row = tl.load(qo_indptr_ptr + request)
-            valid = (local < tile_rows) & (rows < tl.minimum(nodes, total_q - first_row) * GROUP)
-            if tl.max(valid.to(tl.int32), 0) > 0:
-                c = tl.arange(0, CHUNK_PARTS)
-                acc = tl.zeros([CHUNK_ROWS, BLOCK_D], tl.float32)
-                row_max = tl.full([CHUNK_ROWS], -float("inf"), tl.float32)
-                row_sum = tl.zeros([CHUNK_ROWS], tl.float32)
-                for part in range(first, last + 1, CHUNK_PARTS):
-                    source = part + c
-                    slot = 2 * source + (source == first).to(tl.int32)
-                    place = slot.to(tl.int64)[:, None] * TILE_ROWS + local[None, :]
-                    there = (source <= last)[:, None] & valid[None, :]
-                    lse2 = tl.load(partial_lse_ptr + place, mask=there, other=-float("inf"))
-                    value = tl.load(
-                        partial_out_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
-                        mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
-                        other=0.0,
-                    )
-                    new_max = tl.maximum(row_max, tl.max(lse2, 0))
-                    base = tl.where(new_max == -float("inf"), 0.0, new_max)
-                    weight = tl.exp2(lse2 - base[None, :])
-                    decay = tl.exp2(row_max - base)
-                    row_sum = row_sum * decay + tl.sum(weight, 0)
-                    acc = acc * decay[:, None] + tl.sum(value * weight[:, :, None], 0)
-                    row_max = new_max
-                store_rows(out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, acc, row_max, row_sum, rows, local,
-                           valid, first_row, kv_head, 0, True, stride_out_row, stride_out_head, stride_lse_row,
-                           stride_lse_head, GROUP, TILE_ROWS, HEAD_DIM, BLOCK_D, HAS_LSE)  # fmt: skip
+        work = work_ptr + (index + 1) * WORK_FIELDS
+        request = tl.load(work + 0)
+        item = tl.load(work + 1)
+    nodes = tl.load(nodes_ptr + request)
+    prefix = tl.load(prefix_lens_ptr + request)
+    row_tiles = tl.cdiv(nodes * GROUP, TILE_ROWS)
+    item_tiles = prefix // BLOCK_N + tl.cdiv(prefix % BLOCK_N, BLOCK_E) + tl.cdiv(nodes, BLOCK_E)
+    if BY_ITEM:
+        start = tl.load(item_start_ptr + request) + item.to(tl.int64) * item_tiles
+        mine = item < row_tiles * KV_HEADS
+    else:
+        # the first boundary inside an item is the one that merges it
+        tile = tl.load(work + 2)
+        start = (index + 1) * share - tile
+        mine = (tile > 0) & (start >= index * share) & (tl.load(work + 3) > 0)
+    first = (start // share).to(tl.int32)
+    last = ((start + item_tiles - 1) // share).to(tl.int32)
+    if mine & (first < last):
+        tile_rows = tl.cdiv(nodes * GROUP, row_tiles)
+        kv_head = item // row_tiles
+        local = program % CHUNKS * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
+        rows = item % row_tiles * tile_rows + local
+        first_row = tl.load(qo_indptr_ptr + request)
+        valid = (local < tile_rows) & (rows < tl.minimum(nodes, total_q - first_row) * GROUP)
+        if tl.max(valid.to(tl.int32), 0) > 0:
+            acc, row_max, row_sum = merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid,
+                                                TILE_ROWS, HEAD_DIM, BLOCK_D, CHUNK_PARTS)  # fmt: skip
+            store_rows(out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, acc, row_max, row_sum, rows, local, valid,
+                       first_row, kv_head, 0, True, stride_out_row, stride_out_head, stride_lse_row, stride_lse_head,
+                       GROUP, TILE_ROWS, HEAD_DIM, BLOCK_D, HAS_LSE)  # fmt: skip

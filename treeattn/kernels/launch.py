@@ -98,14 +98,14 @@ def launch_attention(
     attention(
         q, k_cache, v_cache, k_tree if fresh else q, v_tree if fresh else q, out, lse if lse is not None else out,
         plan.partial_out, plan.partial_lse, plan.work, plan.nodes, layout.prefix_lens, layout.qo_indptr,
-        layout.mask_words, kv.kv_indptr if csr else layout.qo_indptr, kv.table,
+        step.words32, kv.kv_indptr if csr else layout.qo_indptr, kv.table,
         kv.tree_slots if kv.tree_slots is not None else layout.qo_indptr, sm_scale * LOG2_E, q.shape[0],
-        layout.num_words, kv.table.stride(0), q.stride(0), q.stride(1), *strides,
+        2 * layout.num_words, kv.table.stride(0), q.stride(0), q.stride(1), *strides,
         *((k_tree.stride(0), k_tree.stride(1), v_tree.stride(0), v_tree.stride(1)) if fresh else (0, 0, 0, 0)),
         out.stride(0), out.stride(1), *lse_strides,
         GROUP=step.group, KV_HEADS=step.num_kv_heads, HEAD_DIM=step.head_dim, PAGE_SIZE=kv.page_size, CSR=csr,
         TREE_SLOTS=kv.tree_slots is not None, FRESH=fresh, HAS_LSE=lse is not None, BLOCK_D=config.block_d,
-        BLOCK_M=config.block_m, BLOCK_R=config.block_r, BLOCK_N=config.block_n, STAGES=config.num_stages,
+        BLOCK_M=config.block_m, BLOCK_R=config.block_r, BLOCK_N=config.block_n, STAGES=config.num_stages, SWAP_R=config.few_r,
     )  # fmt: skip
     finish(
         out, lse if lse is not None else out, plan.partial_out, plan.partial_lse, plan.work, plan.item_start,

@@ -2,7 +2,8 @@
 
 Work is counted in *tiles*: one row tile of packed query rows against one KV tile. A request with ``n`` real nodes has
 ``cdiv(n * group, tile_rows)`` row tiles for each KV head, and each of these (an *item*) walks
-``cdiv(prefix_len, BLOCK_N) + cdiv(n, BLOCK_N)`` KV tiles, since no KV tile straddles the end of the prefix. Items lie
+``prefix_len // BLOCK_N`` full tiles and ``cdiv(prefix_len % BLOCK_N, 32) + cdiv(n, 32)`` edge tiles (no tile straddles
+the end of the prefix; a narrow masked tile costs about as much as a full one that is pipelined). Items lie
 side by side on one line (request, then KV head, then row tile) and program ``p`` gets the stretch
 ``[p * share, (p + 1) * share)``: a ragged batch is balanced to within one tile, and an item is cut only where two
 programs meet. At most ``num_programs - 1`` items are cut, into at most ``2 * num_programs`` partials.
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 
 WORK_FIELDS = tl.constexpr(8)
+BLOCK_E = tl.constexpr(32)  # keys of an edge tile: one 32-bit mask word a row, and half the registers of a full tile
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def plan_kernel(
     too_long = in_batch & (nodes > 0) & (needed > pages * PAGE_SIZE)
     nodes = tl.where(too_long, 0, nodes)
 
-    kv_tiles = tl.cdiv(prefix, BLOCK_N) + tl.cdiv(nodes, BLOCK_N)
+    kv_tiles = prefix // BLOCK_N + tl.cdiv(prefix % BLOCK_N, BLOCK_E) + tl.cdiv(nodes, BLOCK_E)
     items = tl.cdiv(nodes * GROUP, TILE_ROWS) * KV_HEADS
     tiles = items.to(tl.int64) * kv_tiles
     end = tl.cumsum(tiles, 0)

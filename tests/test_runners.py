@@ -1,0 +1,88 @@
+"""The runners count honestly: a crash, a run without tests and an error in set-up are failures."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CASES = {
+    "mixed": (
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip('no')",
+        (1, 1, 1),
+    ),
+    "passing": ("def test_a(): pass", (1, 0, 0)),
+    "empty": ("", (0, 1, 0)),
+    "crash": ("import os\ndef test_a(): os._exit(3)", (0, 1, 0)),
+    "collection error": ("import nothing_of_that_name", (0, 1, 0)),
+    "set-up error": ("def test_a(no_such_fixture): pass", (0, 1, 0)),
+}
+
+
+def load(path: str) -> ModuleType:
+    name = f"loaded_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, tuple[int, int, int]]:
+    source, expected = CASES[request.param]
+    file = tmp_path / "test_it.py"
+    file.write_text(source)
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    return file, expected
+
+
+def test_group_counts(case: tuple[Path, tuple[int, int, int]], tmp_path: Path) -> None:
+    file, expected = case
+    run = load("tests/run.py")
+    command = (sys.executable, "-m", "pytest", "-q", "-c", str(tmp_path / "pytest.ini"), str(file))
+    count = run.run_group(run.Group("it", command), tmp_path)
+    assert (count.passed, count.failed, count.skipped) == expected
+
+
+def test_plain_command_counts_as_one_check(tmp_path: Path) -> None:
+    run = load("tests/run.py")
+    for status in (0, 1):
+        command = (sys.executable, "-c", f"raise SystemExit({status})")
+        count = run.run_group(run.Group("it", command, is_pytest=False), tmp_path)
+        assert (count.passed, count.failed) == (1 - status, status)
+
+
+def test_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("tests/run.py").main(["no-such-group"]) == 2
+    assert "no-such-group" in capsys.readouterr().err
+
+
+def test_gpu_runner_counts(
+    case: tuple[Path, tuple[int, int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, expected = case
+    gpu_tests = load("benchmarks/gpu_tests.py")
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    outcome = gpu_tests.run_file(file, "", time.monotonic() + 60, [])
+    # A file whose tests are all deselected by name is no failure there; the total must not be 0.
+    wanted = (0, 0, 0) if file.read_text() == "" else expected
+    assert (outcome.passed, outcome.failed, outcome.skipped) == wanted
+
+
+def test_gpu_runner_stops_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_tests = load("benchmarks/gpu_tests.py")
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    file = tmp_path / "test_it.py"
+    file.write_text("import time\ndef test_a(): time.sleep(60)")
+    outcome = gpu_tests.run_file(file, "", time.monotonic() + 1, [])
+    assert (outcome.passed, outcome.failed) == (0, 1)
+    assert "time limit" in outcome.log
