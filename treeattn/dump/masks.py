@@ -124,6 +124,8 @@ def judge_block(request: int, block: Tensor, prefix: int, nodes: int | None, sta
         tree = block[row, prefix:]
         if not bool(tree[row]):
             say(row, prefix + row, "0, but a node sees itself")
+        elif row and not bool(tree[0]):
+            say(row, prefix, "0, but every node sees the root, node 0")
         later = tree[row + 1 :].nonzero()
         if len(later):
             column = row + 1 + int(later[0])
