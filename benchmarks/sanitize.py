@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -32,7 +33,14 @@ def attention() -> int:
             )  # fmt: skip
             widths = [17, 17, 3, 2] if index % 2 else [17] * 4
             case = build_case(
-                TREES, [0, 130, 64, 5], q_lens=widths, heads=heads, head_dim=dim, dtype=dtype, placement=place, device="cuda"
+                TREES,
+                [0, 130, 64, 5],
+                q_lens=widths,
+                heads=heads,
+                head_dim=dim,
+                dtype=dtype,
+                placement=place,
+                device="cuda",
             )
             for path in ("plain", "static"):
                 verdict = check_case(case, "triton", path)
@@ -47,13 +55,14 @@ def layout_and_verify() -> int:
     case = build_case(TREES, [7, 0, 33, 2], q_lens=[17] * 4, device="cuda", placement=Placement(page_size=4))
     layout = case.layout()
     full = layout.full_mask(total=sum(17 * (p + 17) for p in case.prefixes))
-    for form, mask in {
+    forms: dict[Any, torch.Tensor] = {
         "full": full,
         "tree": layout.tree_mask(total=4 * 17 * 17),
         "words": layout.mask_words,
         "bias": layout.bias(total=full.numel()),
         "packed": layout.packed_mask(total=sum(-(-17 * (p + 17) // 8) for p in case.prefixes))[0],
-    }.items():
+    }
+    for form, mask in forms.items():
         other = treeattn.TreeLayout.from_mask(
             mask, form=form, prefix_lens=layout.prefix_lens, q_len=17, num_nodes=layout.num_nodes
         )

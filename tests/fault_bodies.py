@@ -197,7 +197,9 @@ def f10_compaction(setting: Setting) -> None:
         rows = torch.tensor([[0, 2, 3] + [-1] * 5, [0] + [-1] * 7], dtype=torch.int32, device=device)
         for lens, rows_of in (([3, 1], rows), ([8, 8], torch.arange(8, dtype=torch.int32, device=device).repeat(2, 1))):
             cache, other = before.clone(), before.clone() * -1
-            verify.compact_kv_([cache, other], kv, layout, rows_of, torch.tensor(lens, dtype=torch.int32, device=device))
+            verify.compact_kv_(
+                [cache, other], kv, layout, rows_of, torch.tensor(lens, dtype=torch.int32, device=device)
+            )
             flat, want = cache.reshape(200, 2, 8), before.reshape(200, 2, 8).clone()
             if lens == [3, 1]:
                 want[101], want[102] = before.reshape(200, 2, 8)[102], before.reshape(200, 2, 8)[103]
@@ -272,7 +274,9 @@ def f14_malformed_trees(setting: Setting) -> None:
 
 def _run_loaded(static: StaticRun, case: Case) -> Result:
     """Attend with what the buffers hold now."""
-    out = Guarded((static.max_total_q, case.num_qo_heads, case.head_dim), case.dtype, case.device, own_rows=case.total_q)
+    out = Guarded(
+        (static.max_total_q, case.num_qo_heads, case.head_dim), case.dtype, case.device, own_rows=case.total_q
+    )
     lse = Guarded((static.max_total_q, case.num_qo_heads), torch.float32, case.device, own_rows=case.total_q)
     static.attend(case, out.tensor, lse.tensor)
     return Result(out.result()[: case.total_q], lse.result()[: case.total_q], out.touched() or lse.touched())

@@ -227,8 +227,8 @@ def paths_are_chains(setting: Setting, recipe: Recipe) -> None:
         path.insert(0, leaf)
         leaf = tree[leaf]
     chain = setting.build(
-        [list(range(-1, len(path) - 1))], [prefix], heads=(case.num_qo_heads, case.num_kv_heads), head_dim=case.head_dim,
-        dtype=dtype, placement=case.placement, sm_scale=case.sm_scale,
+        [list(range(-1, len(path) - 1))], [prefix], heads=(case.num_qo_heads, case.num_kv_heads),
+        head_dim=case.head_dim, dtype=dtype, placement=case.placement, sm_scale=case.sm_scale,
     )  # fmt: skip
     alone, straight = run(chain, path)
     assert_right(alone, straight, "as a chain")

@@ -72,7 +72,9 @@ def dump_of(case: Case, **changes: Any) -> dict[str, Any]:
 
 def two_requests(dtype: torch.dtype = torch.float16, **place: Any) -> Case:
     trees = [[-1, *((i * 3) % (i + 1) for i in range(WIDTH - 1))], star(WIDTH)]
-    return build_case(trees, [5, 9], heads=(4, 2), dtype=dtype, placement=Placement(page_size=4, table="block", **place))
+    return build_case(
+        trees, [5, 9], heads=(4, 2), dtype=dtype, placement=Placement(page_size=4, table="block", **place)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -105,7 +105,9 @@ def test_check_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, own = tmp_path / "result.json", tmp_path / "own.json"
-    own.write_text(json.dumps([{"batch": 2, "q_len": 5, "prefix": 20, "qo_heads": 4, "kv_heads": 2, "dtype": "float32"}]))
+    own.write_text(
+        json.dumps([{"batch": 2, "q_len": 5, "prefix": 20, "qo_heads": 4, "kv_heads": 2, "dtype": "float32"}])
+    )
     common = ("bench", "--device", "cpu", "--providers", "treeattn_torch", "sdpa", "--quiet")
     assert run(*common, "--file", str(own), "--out", str(path)) == 0
     assert "GB/s" in capsys.readouterr().out

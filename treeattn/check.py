@@ -48,6 +48,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing was wrong."""
         return not self.failures
 
 
@@ -78,7 +79,7 @@ def _cases(
 
 
 def flip_mask_bit(layout: Any) -> None:
-    """Flip one bit of a layout's mask: the last real row of the first request with two nodes forgets or gains node 0."""
+    """Flip one bit of a layout's mask: whether the last node of the first request with two nodes sees node 0."""
     for request, nodes in enumerate(layout.num_nodes.tolist()):
         if nodes > 1:
             row = int(layout.qo_indptr[request]) + nodes - 1
@@ -97,9 +98,7 @@ def _chosen_backends(device: torch.device, backends: Sequence[str] | None) -> li
         if usable[name] is not None:
             raise ValueError(f"backend {name!r} does not work on {device}: {usable[name]}")
     if not chosen:
-        raise ValueError(
-            f"no backend works on {device}: " + "; ".join(f"{n}: {why}" for n, why in usable.items())
-        )
+        raise ValueError(f"no backend works on {device}: " + "; ".join(f"{n}: {why}" for n, why in usable.items()))
     return chosen
 
 

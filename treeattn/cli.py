@@ -1,7 +1,7 @@
 """The command ``treeattn``: info, demo, check, bench.
 
-Exit status: 0 all right, 1 something is wrong (a check or a gate failed, a demo was not lossless), 2 the command line or
-a file cannot be used.
+Exit status: 0 all right, 1 something is wrong (a check or a gate failed, a demo was not lossless), 2 the command line
+or a file cannot be used.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ exit status: 0 all right, 1 something is wrong, 2 the command line or a file can
 CHECK_HELP = """\
 Random and adversarial verify steps (ragged batches, padding, shuffled pages, odd head dims, memory poisoned with NaN
 and Inf, guard regions) run plainly and through StaticBuffers, and are compared with attention in float64. The budget of
-an error is twice what plain PyTorch makes in the same dtype plus a few eps; a ratio above 1 is wrong. Every line about a
-case ends with the command that repeats it.
+an error is twice what plain PyTorch makes in the same dtype plus a few eps; a ratio above 1 is wrong. Every line about
+a case ends with the command that repeats it.
 
 examples:
   treeattn check                                  all backends that work on the CPU, 100 random cases each
@@ -108,9 +108,8 @@ def _check(args: argparse.Namespace) -> int:
     if report.worst and report.ok:
         _say(f"worst: {report.worst}")
     verdict = "all right" if report.ok else f"{len(report.failures)} wrong"
-    _say(
-        f"{report.runs} runs on {args.device} in {report.seconds:.1f} s, worst error / budget {report.worst_ratio:.2f}: {verdict}"
-    )
+    took = f"{report.runs} runs on {args.device} in {report.seconds:.1f} s"
+    _say(f"{took}, worst error / budget {report.worst_ratio:.2f}: {verdict}")
     if args.inject_fault:
         _say(
             "injected fault caught, as it must be"
@@ -161,9 +160,7 @@ def _bench(args: argparse.Namespace) -> int:
     providers = args.providers or usual
     if unknown := [name for name in providers if name not in PROVIDERS]:
         raise ValueError(f"no provider {', '.join(unknown)}; there are {', '.join(PROVIDERS)}")
-    work = load_workloads(
-        sets, args.file, page_size=args.page_size, dtype=args.dtype, kv_layout=args.kv_layout
-    )
+    work = load_workloads(sets, args.file, page_size=args.page_size, dtype=args.dtype, kv_layout=args.kv_layout)
     try:
         result = run_workloads(work, providers, device, progress=None if args.quiet else _progress)
     except GateError as error:
@@ -235,7 +232,7 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw
         "info",
         help="versions, GPU, backends, and which kernel a geometry gets",
         description="What works here and why not, and the kernel, tile, split and merge that a geometry gets.",
-        epilog="examples:\n  treeattn info\n  treeattn info --geometry 32/8/128 --q-len 65\n  treeattn info --arch 120 --json\n",
+        epilog="examples:\n  treeattn info --geometry 32/8/128 --q-len 65\n  treeattn info --arch 120 --json\n",
         formatter_class=raw,
     )
     info.add_argument(
@@ -267,12 +264,8 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
     check.add_argument(
         "--backend", action="append", help="reference, torch or triton; repeatable; default: all that work"
     )
-    check.add_argument(
-        "--cases", type=int, default=100, help="random cases per backend and dtype (default 100)"
-    )
-    check.add_argument(
-        "--seed", type=int, default=0, help="seed of the first random case; the next has seed + 1"
-    )
+    check.add_argument("--cases", type=int, default=100, help="random cases per backend and dtype (default 100)")
+    check.add_argument("--seed", type=int, default=0, help="seed of the first random case; the next has seed + 1")
     check.add_argument("--case", metavar="SEED|NAME", help="only this case")
     check.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="default: all that the backend computes"
@@ -282,9 +275,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
         "--inject-fault", action="store_true", help="flip one mask bit, to see the check fail (exit status 1)"
     )
     check.add_argument("--fail-fast", action="store_true", help="stop at the first wrong run")
-    check.add_argument(
-        "--show", type=int, default=10, metavar="N", help="print at most N wrong runs (default 10)"
-    )
+    check.add_argument("--show", type=int, default=10, metavar="N", help="print at most N wrong runs (default 10)")
     check.add_argument("--list", action="store_true", help="name the adversarial cases")
     check.add_argument("--quiet", action="store_true", help="no progress on stderr")
     check.set_defaults(run=_check)
@@ -308,9 +299,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
     bench.add_argument("--kv-layout", choices=("NHD", "HND"))
     bench.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     bench.add_argument("--out", metavar="JSON", help="write the result")
-    bench.add_argument(
-        "--worse-than", type=float, metavar="RATIO", help="compare: exit status 1 above this ratio"
-    )
+    bench.add_argument("--worse-than", type=float, metavar="RATIO", help="compare: exit status 1 above this ratio")
     bench.add_argument("--quiet", action="store_true", help="no progress on stderr")
     bench.set_defaults(run=_bench)
 

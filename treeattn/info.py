@@ -126,9 +126,7 @@ def gather(
         "sms": sms,
         "here": found["gpu"] is not None and described == chip,
     }
-    found["geometries"] = [
-        geometry_info(parse_geometry(text), q_len, dtype, described, sms) for text in geometries
-    ]
+    found["geometries"] = [geometry_info(parse_geometry(text), q_len, dtype, described, sms) for text in geometries]
     return found
 
 
@@ -146,18 +144,15 @@ def render(found: dict[str, Any]) -> str:
     )
     for device, backends in found["backends"].items():
         lines.append(f"backends on {device}:")
-        lines += [
-            f"  {name:10} {'works' if reason is None else 'no: ' + reason}"
-            for name, reason in backends.items()
-        ]
+        lines += [f"  {name:10} {'works' if reason is None else 'no: ' + reason}" for name, reason in backends.items()]
     chip = found["kernels_for"]
     where = "this GPU" if chip["here"] else "not here"
     lines.append(f"triton kernels on sm_{chip['arch']} with {chip['sms']} multiprocessors ({where}):")
     for one in found["geometries"]:
         tile = ", ".join(f"{key} {value}" for key, value in one["tile"].items())
         lines += [
-            f"  {one['geometry']} {one['dtype']}, q_len {one['q_len']}: {one['packed_rows']} packed rows in {one['row_tiles']} "
-            f"row tile(s) a KV head",
+            f"  {one['geometry']} {one['dtype']}, q_len {one['q_len']}: {one['packed_rows']} packed rows in "
+            f"{one['row_tiles']} row tile(s) a KV head",
             f"    tile:  {tile}",
             f"    why:   {one['reason']}",
             f"    split: one request of {one['example_prefix']} tokens: {one['kv_tiles']} KV tiles, about "

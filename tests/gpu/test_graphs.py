@@ -1,7 +1,7 @@
 """Real CUDA graphs: captured once at capacity, replayed over 50 random steps.
 
-Each replay equals, bit by bit, the same kind of buffers without a graph, and a plain call within the budget. Neither memory
-nor any address changes.
+Each replay equals, bit by bit, the same kind of buffers without a graph, and a plain call within the budget.
+Neither memory nor any address changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def step_case(seed: int, dtype: torch.dtype, geometry: dict[str, Any]) -> Case:
     """A random step whose caches have one shape, whatever its batch and lengths."""
     return random_case(
         seed, device="cuda", dtype=dtype, batch=seed % (MAX_BATCH + 1), max_width=(1, 9, 17, MAX_WIDTH)[seed % 4],
-        max_prefix=(5, 60, MAX_PREFIX)[seed % 3], num_pages=PAGES // geometry["page_size"] + 40, poison="nan", **geometry,
+        max_prefix=(5, 60, MAX_PREFIX)[seed % 3], num_pages=PAGES // geometry["page_size"] + 40, poison="nan",
+        **geometry,
     )  # fmt: skip
 
 

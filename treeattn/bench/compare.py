@@ -30,8 +30,7 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, floa
 
     def by_key(result: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
         return {
-            (row["provider"], row["page_size"], row.get("kv_layout"), *shape_key(row)): row
-            for row in result["rows"]
+            (row["provider"], row["page_size"], row.get("kv_layout"), *shape_key(row)): row for row in result["rows"]
         }
 
     before, after = by_key(old), by_key(new)
@@ -47,10 +46,9 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, floa
         if apart:
             worst = max(worst, ratio)
         verdict = ("slower" if ratio > 1 else "faster") if apart else "within the spread"
-        shape = f"{a['kind']} ({a['batch']}, {a['q_len']}, {a['prefix']}, {a['qo_heads']}/{a['kv_heads']}) page {a['page_size']}"
-        lines.append(
-            f"{shape:48} {a['provider']:18} {a['us']:9.2f} -> {b['us']:9.2f}  x{ratio:.3f}  {verdict}"
-        )
+        heads = f"{a['qo_heads']}/{a['kv_heads']}"
+        shape = f"{a['kind']} ({a['batch']}, {a['q_len']}, {a['prefix']}, {heads}) page {a['page_size']}"
+        lines.append(f"{shape:48} {a['provider']:18} {a['us']:9.2f} -> {b['us']:9.2f}  x{ratio:.3f}  {verdict}")
     if shared:
         lines.append(f"geomean of {len(shared)} rows: x{geomean(ratios):.3f}")
     only = len(before) + len(after) - 2 * len(shared)

@@ -39,9 +39,7 @@ class Inputs:
         K and V copies rotate over at least this much memory, so that a call finds nothing of its own in L2.
     """
 
-    def __init__(
-        self, workload: Workload, device: torch.device, cold_bytes: float = COLD_BYTES, seed: int = 0
-    ) -> None:
+    def __init__(self, workload: Workload, device: torch.device, cold_bytes: float = COLD_BYTES, seed: int = 0) -> None:
         self.workload, self.device = workload, device
         self.dtype: torch.dtype = getattr(torch, workload.dtype)
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -68,13 +66,12 @@ class Inputs:
     def _trees(self) -> Tensor:
         """Flat `[total_q]`; each node's parent is among the 8 before it."""
         rows = torch.cat([torch.arange(q, device=self.device) for q in self.workload.all_q_lens])
-        back = (
-            torch.rand(len(rows), generator=self.generator, device=self.device) * rows.clamp(max=8)
-        ).long() + 1
+        back = (torch.rand(len(rows), generator=self.generator, device=self.device) * rows.clamp(max=8)).long() + 1
         return (rows - back).clamp(min=-1).to(torch.int32)
 
     @property
     def uniform(self) -> bool:
+        """Whether every request has the same number of rows."""
         return self.workload.q_lens is None
 
     def layout_args(self) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def plot_result(result: dict[str, Any], path: str | Path) -> Path:
                 heights.append(row["us"])
                 spread.append((max(row["us"] - row["p20"], 0), max(row["p80"] - row["us"], 0)))
         axes.bar(
-            at, heights, width, label=provider, color=COLOURS[index % len(COLOURS)], yerr=list(zip(*spread, strict=True)),
-            error_kw={"elinewidth": 0.8},
+            at, heights, width, label=provider, color=COLOURS[index % len(COLOURS)],
+            yerr=list(zip(*spread, strict=True)), error_kw={"elinewidth": 0.8},
         )  # fmt: skip
     for place, shape in enumerate(shapes):
         floor = next(row["floor_us"] for row in rows if (shape_key(row), _page(row, rows)) == shape)
@@ -57,9 +57,7 @@ def plot_result(result: dict[str, Any], path: str | Path) -> Path:
         )
     axes.set_yscale("log")
     axes.set_ylabel("microseconds per attention call")
-    axes.set_xticks(
-        range(len(shapes)), [_label(rows, shape) for shape in shapes], rotation=60, ha="right", fontsize=7
-    )
+    axes.set_xticks(range(len(shapes)), [_label(rows, shape) for shape in shapes], rotation=60, ha="right", fontsize=7)
     env = result["env"]
     axes.set_title(f"{env.get('gpu') or 'CPU'}, torch {env.get('torch')}, Triton {env.get('triton')}, "
                    f"{(env.get('git_rev') or '')[:8]}, {(env.get('date') or '')[:10]}", fontsize=9)  # fmt: skip

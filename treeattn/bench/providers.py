@@ -1,7 +1,7 @@
 """Who computes: each provider turns the inputs of a workload into calls over rotating copies of K and V.
 
-A provider makes everything that a serving step makes once (layout, plan, scheduler metadata) before the calls; a call is
-what a layer does. `fa3_causal` takes no tree: it is what a causal chain of the same size costs.
+A provider makes everything that a serving step makes once (layout, plan, scheduler metadata) before the calls; a call
+is what a layer does. `fa3_causal` takes no tree: it is what a causal chain of the same size costs.
 """
 
 from __future__ import annotations
@@ -133,10 +133,7 @@ def _fa3_causal(inputs: Inputs) -> list[Calls]:
             work.batch, q_len, max(inputs.lengths), work.qo_heads, work.kv_heads, work.head_dim, lengths, inputs.dtype,
             cu_seqlens_q=inputs.qo_indptr, page_size=page_size, causal=True,
         )  # fmt: skip
-        calls = [
-            _fa3_call(inputs, paged, k, v, lengths, q_len, meta)
-            for k, v in zip(paged.k, paged.v, strict=True)
-        ]
+        calls = [_fa3_call(inputs, paged, k, v, lengths, q_len, meta) for k, v in zip(paged.k, paged.v, strict=True)]
         variants.append(Calls(calls, "causal", paged, page_size))
     return variants
 
@@ -148,8 +145,8 @@ def _fa3_call(
 
     def call() -> Tensor:
         out: Tensor = torch.ops.flash_attn_3.fwd(
-            inputs.q, k, v, cu_seqlens_q=inputs.qo_indptr, seqused_k=lengths, max_seqlen_q=q_len, page_table=paged.table,
-            softmax_scale=scale, is_causal=True, num_splits=0, scheduler_metadata=meta,
+            inputs.q, k, v, cu_seqlens_q=inputs.qo_indptr, seqused_k=lengths, max_seqlen_q=q_len,
+            page_table=paged.table, softmax_scale=scale, is_causal=True, num_splits=0, scheduler_metadata=meta,
         )[0]  # fmt: skip
         return out
 

@@ -40,7 +40,8 @@ def table(rows: Sequence[Row]) -> str:
     chains = {shape_key(row): row["us"] for row in rows if row["provider"] == CHAIN}
     lines = [
         f"{'kind':10} {'shape (batch, q_len, prefix, heads)':34} {'page':>5} {'provider':18} {'us':>9} {'p20':>9} "
-        f"{'p80':>9} {'floor':>8} {'share':>6} {'GB/s':>6} {'TFLOP/s':>7} {'/chain':>6} {'must':>6} {'goal':>6} {'rel_err':>8}"
+        f"{'p80':>9} {'floor':>8} {'share':>6} {'GB/s':>6} {'TFLOP/s':>7} {'/chain':>6} {'must':>6} {'goal':>6} "
+        f"{'rel_err':>8}"
     ]
     for row in rows:
         us, floor = row["us"], row["floor_us"]
@@ -51,9 +52,9 @@ def table(rows: Sequence[Row]) -> str:
         page = f"{row['page_size'] or '-'}{'h' if row.get('kv_layout') == 'HND' else ''}"
         ours = target if row["provider"].startswith("treeattn") else None
         lines.append(
-            f"{row['kind'][:10]:10} {shape:34} {page:>5} {row['provider']:18} {us:9.2f} {row['p20']:9.2f} {row['p80']:9.2f} "
-            f"{floor:8.2f} {f'{floor / us:.0%}' if us else '-':>6} {row.get('bytes', 0) / us / 1e3:6.0f} "
-            f"{row.get('flop', 0) / us / 1e6:7.1f} {f'{us / chain:.2f}' if chain else '-':>6} "
+            f"{row['kind'][:10]:10} {shape:34} {page:>5} {row['provider']:18} {us:9.2f} "
+            f"{row['p20']:9.2f} {row['p80']:9.2f} {floor:8.2f} {f'{floor / us:.0%}':>6} "
+            f"{row.get('bytes', 0) / us / 1e3:6.0f} {row.get('flop', 0) / us / 1e6:7.1f} {f'{us / chain:.2f}' if chain else '-':>6} "
             f"{ours.must if ours else '-':>6} {ours.goal if ours else '-':>6} "
             f"{row['rel_err'] if row['rel_err'] is None else format(row['rel_err'], '.1e'):>8}"
         )
@@ -71,15 +72,15 @@ def _summaries(rows: Sequence[Row], chains: dict[tuple[Any, ...], float]) -> lis
             if pairs:
                 ratios = [row["us"] / chain for row, chain in pairs]
                 lines.append(
-                    f"{kind} {provider}: {geomean(ratios):.3f} x {CHAIN} in geomean over {len(pairs)} rows, worst {max(ratios):.2f}"
+                    f"{kind} {provider}: {geomean(ratios):.3f} x {CHAIN} in geomean over {len(pairs)} rows, "
+                    f"worst {max(ratios):.2f}"
                 )
-            scaled = [
-                (row["us"] / (t.tree * chain / t.chain), t) for row, chain in pairs if (t := target_of(row))
-            ]
+            scaled = [(row["us"] / (t.tree * chain / t.chain), t) for row, chain in pairs if (t := target_of(row))]
             if scaled and provider.startswith("treeattn"):
                 worst = max(scaled, key=lambda pair: pair[0])
                 lines.append(
-                    f"{kind} {provider}: {geomean(ratio for ratio, _ in scaled):.3f} x the best tree peer of each row (its time "
-                    f"scaled by this run's chain), worst {worst[0]:.2f} against {worst[1].tree_peer} at {tuple(worst[1][:5])}"
+                    f"{kind} {provider}: {geomean(ratio for ratio, _ in scaled):.3f} x the best tree peer of each row "
+                    f"(its time scaled by this run's chain), worst {worst[0]:.2f} against {worst[1].tree_peer} at "
+                    f"{tuple(worst[1][:5])}"
                 )
     return lines

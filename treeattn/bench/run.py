@@ -47,9 +47,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "sms": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if on_gpu
-        else None,
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton_version,
@@ -60,9 +58,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _row(
-    work: Workload, provider: str, page_size: int, timing: Timing, rel_err: float | None
-) -> dict[str, Any]:
+def _row(work: Workload, provider: str, page_size: int, timing: Timing, rel_err: float | None) -> dict[str, Any]:
     row = {
         "kind": work.kind,
         "batch": work.batch,

@@ -1,7 +1,7 @@
 """Named workloads: the shapes that a benchmark runs, and their floor.
 
-A set is a list of `Workload`; `SETS` names them, and `load_workloads` reads your own from a JSON file (a list of objects
-with the fields of `Workload`).
+A set is a list of `Workload`; `SETS` names them, and `load_workloads` reads your own from a JSON file (a list of
+objects with the fields of `Workload`).
 """
 
 from __future__ import annotations
@@ -62,10 +62,12 @@ class Workload:
 
     @property
     def all_prefixes(self) -> tuple[int, ...]:
+        """Committed tokens per request."""
         return self.prefixes or (self.prefix,) * self.batch
 
     @property
     def all_q_lens(self) -> tuple[int, ...]:
+        """Query rows per request."""
         return self.q_lens or (self.q_len,) * self.batch
 
     @property
@@ -75,10 +77,12 @@ class Workload:
 
     @property
     def total_q(self) -> int:
+        """Query rows of the batch."""
         return sum(self.all_q_lens)
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of a number of K, V, q and out."""
         return 4 if self.dtype == "float32" else 2
 
     @property
@@ -131,11 +135,7 @@ def _ragged() -> list[Workload]:
 def _pages() -> list[Workload]:
     base = [(1, 17, 16384, 32, 8), (8, 17, 4096, 32, 8), (8, 65, 8192, 32, 8)]
     kinds = [(1, "NHD"), (16, "NHD"), (64, "NHD"), (128, "NHD"), (64, "HND")]
-    return [
-        Workload("pages", *shape, page_size=page, kv_layout=layout)
-        for shape in base
-        for page, layout in kinds
-    ]
+    return [Workload("pages", *shape, page_size=page, kv_layout=layout) for shape in base for page, layout in kinds]
 
 
 def _shapes() -> list[Workload]:
@@ -150,9 +150,7 @@ def _small() -> list[Workload]:
     return [
         Workload("small", 2, 9, 100, 4, 2, 64, page_size=16, dtype="float32"),
         Workload("small", 1, 17, 64, 8, 2, 64, page_size=1, dtype="float32"),
-        Workload(
-            "small", 3, 5, 40, 4, 1, 32, page_size=16, dtype="float32", prefixes=(3, 40, 77), q_lens=(5, 1, 4)
-        ),
+        Workload("small", 3, 5, 40, 4, 1, 32, page_size=16, dtype="float32", prefixes=(3, 40, 77), q_lens=(5, 1, 4)),
     ]
 
 

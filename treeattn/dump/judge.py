@@ -6,6 +6,7 @@ wrong, masks that real integrations have used by mistake are tried, and the one 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ DUMP_KEYS = {
     "mask": "flat bool or 0/1 mask, request after request",
     "mask_form": "'full' (rows of prefix_len + q_len, default) or 'tree' (rows of q_len)",
     "mask_indptr": "[batch + 1] ints, your element offsets into mask; judged against the right ones",
-    "k_cache, v_cache": "[pages, page_size, kv_heads, head_dim] (kv_layout 'NHD'), 'HND', or [slots, kv_heads, head_dim]",
+    "k_cache, v_cache": "[pages, page_size, kv_heads, head_dim] (NHD), HND, or [slots, kv_heads, head_dim]",
     "kv_layout": "'NHD' (default) or 'HND'",
     "page_size": "int, default 1",
     "block_table": "[batch, width] ints, or kv_indptr [batch + 1] and kv_indices",
@@ -50,6 +51,7 @@ class DumpReport:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing was wrong."""
         return not self.findings
 
 
@@ -104,7 +106,7 @@ def judge_dump(dump: Mapping[str, Any]) -> DumpReport:
     starts = _row_starts(dump, len(prefixes), report)
     if starts is None:
         return report
-    widths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    widths = [stop - start for start, stop in itertools.pairwise(starts)]
     nodes = _ints(dump, "num_nodes")
     if nodes is not None:
         for request, (count, width) in enumerate(zip(nodes, widths, strict=True)):
@@ -127,15 +129,11 @@ def _row_starts(dump: Mapping[str, Any], batch: int, report: DumpReport) -> list
     if indptr is None:
         width = int(dump.get("q_len", total // max(batch, 1)))
         if width * batch != total:
-            report.findings.append(
-                f"q has {total} rows, {batch} requests of width {width} have {batch * width}"
-            )
+            report.findings.append(f"q has {total} rows, {batch} requests of width {width} have {batch * width}")
             return None
         return [width * request for request in range(batch + 1)]
     if len(indptr) != batch + 1:
-        report.findings.append(
-            f"qo_indptr has {len(indptr)} entries, must have {batch + 1} (prefix_lens has {batch})"
-        )
+        report.findings.append(f"qo_indptr has {len(indptr)} entries, must have {batch + 1} (prefix_lens has {batch})")
         return None
     for index in range(1, len(indptr)):
         if indptr[index] < indptr[index - 1]:
@@ -234,9 +232,7 @@ def _blocks_of_parents(
     return blocks
 
 
-def _compare_masks(
-    blocks: list[Tensor], want: list[Tensor], prefixes: Sequence[int], report: DumpReport
-) -> None:
+def _compare_masks(blocks: list[Tensor], want: list[Tensor], prefixes: Sequence[int], report: DumpReport) -> None:
     for request, (has, must) in enumerate(zip(blocks, want, strict=True)):
         differ = (has != must).nonzero()
         if len(differ):

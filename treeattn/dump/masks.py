@@ -48,11 +48,7 @@ def judge_indptr(form: str, got: Sequence[int], prefixes: Sequence[int], widths:
         parts = [_formula(form, p, w) for p, w in zip(prefixes[:index], widths[:index], strict=True)]
         sum_of = " + ".join(parts) if len(parts) <= 3 else f"{parts[0]} + ... + {parts[-1]}"
         width = _width_with(form, has, prefixes[:index], widths[index - 1])
-        hint = (
-            ""
-            if width is None
-            else f"; it is what width {width} gives, this batch is {widths[index - 1]} wide"
-        )
+        hint = "" if width is None else f"; it is what width {width} gives, this batch is {widths[index - 1]} wide"
         findings.append(f"mask_indptr[{index}] = {has}, must be {sum_of} = {must}{hint}")
     return findings
 
@@ -109,9 +105,7 @@ def judge_block(request: int, block: Tensor, prefix: int, nodes: int | None, sta
     findings = []
 
     def say(row: int, column: int, what: str) -> None:
-        findings.append(
-            f"request {request} row {row} column {column} (offset {start + row * stride + column}): {what}"
-        )
+        findings.append(f"request {request} row {row} column {column} (offset {start + row * stride + column}): {what}")
 
     for row in range(min(count, block.shape[0])):
         holes = (~block[row, :prefix]).nonzero()
@@ -182,7 +176,9 @@ def explain_block(
         if start + own * own <= flat.numel():
             block = flat[start : start + own * own].reshape(own, own)
             if own > 1 and _is_tree(request, block, 0, nodes):
-                return f"request {request} holds a tree at offset {start} with rows of {own}: this is the tree-only form"
+                return (
+                    f"request {request} holds a tree at offset {start} with rows of {own}: this is the tree-only form"
+                )
     return None
 
 

@@ -18,6 +18,6 @@ from .truth import Truth, plain, truth
 
 __all__ = [
     "T4", "Case", "Guarded", "Placement", "Result", "StaticRun", "Truth", "Verdict", "build_case", "check_case",
-    "draw_tree", "expected_weights", "judge", "plain", "previous_of", "probe", "random_case", "rebuild", "relabel", "run_plain",
-    "run_static", "seen_by", "truth", "wrong_weight",
+    "draw_tree", "expected_weights", "judge", "plain", "previous_of", "probe", "random_case", "rebuild", "relabel",
+    "run_plain", "run_static", "seen_by", "truth", "wrong_weight",
 ]  # fmt: skip

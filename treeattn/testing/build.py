@@ -141,7 +141,7 @@ def rebuild(
     source: str | None = None,
     seed: int = 0,
 ) -> Case:
-    """Build the same requests in another place: the same numbers on other pages, in another order, between other poison.
+    """Build the same requests elsewhere: the same numbers on other pages, in another order, between other poison.
 
     Parameters
     ----------
@@ -311,9 +311,7 @@ def _kv_args(
         for table in padded:
             indptr.append(indptr[-1] + len(table))
         entries = [entry for table in padded for entry in table] + [unused() for _ in range(3)]
-        args.update(
-            kv_indptr=torch.tensor(indptr, dtype=index), kv_indices=torch.tensor(entries, dtype=index)
-        )
+        args.update(kv_indptr=torch.tensor(indptr, dtype=index), kv_indices=torch.tensor(entries, dtype=index))
     else:
         width = max(map(len, tables), default=0) + rng.randint(1, 3)
         rows = [[*table, *(unused() for _ in range(width + 2 - len(table)))] for table in tables]
@@ -417,14 +415,14 @@ def random_case(
         max_q_len=width + 5 if source == "parents" and rng.random() < 0.3 else None,
         tail=tail,
         sharpness=draw("sharpness", (1.0, 1.0, 4.0)),
-        sm_scale=rng.choice((None, None, 0.3)),
+        sm_scale=rng.choice((None, None, None, 0.3, -0.2)),
         seed=seed,
     )
 
 
 _PINS = (
-    "batch", "group", "num_kv_heads", "head_dim", "uniform", "max_width", "max_prefix", "tree_kind", "padding", "empties",
-    "source", "sharpness", "tail",
+    "batch", "group", "num_kv_heads", "head_dim", "uniform", "max_width", "max_prefix", "tree_kind", "padding",
+    "empties", "source", "sharpness", "tail",
 )  # fmt: skip
 
 

@@ -136,10 +136,12 @@ class Case:
 
     @property
     def batch(self) -> int:
+        """Requests."""
         return len(self.q_lens)
 
     @property
     def device(self) -> torch.device:
+        """Where q, caches and addresses are."""
         return self.q.device
 
     @property
@@ -246,7 +248,8 @@ class Case:
             return str(numbers[0]) if len(set(numbers)) == 1 else ",".join(map(str, numbers)) or "-"
 
         return (
-            f"case {self.name}: batch {self.batch}, q_len {brief(self.q_lens)} (+{self.tail}), nodes {brief(self.nodes)}, "
+            f"case {self.name}: batch {self.batch}, q_len {brief(self.q_lens)} (+{self.tail}), "
+            f"nodes {brief(self.nodes)}, "
             f"prefix {brief(self.prefixes)}, heads {self.num_qo_heads}/{self.num_kv_heads}, dim {self.head_dim}, "
             f"{str(self.dtype)[6:]}, {self.source}, {place.table} {str(place.index_dtype)[6:]} page {place.page_size}, "
             f"tree K/V {place.tree_kv}, {place.cache} {place.kv_layout}, unused {place.poison}/{place.stale}"

@@ -33,9 +33,7 @@ def probe(case: Case, run: Callable[[Case], Tensor]) -> list[Tensor]:
     """
     dim, heads = case.head_dim, case.num_qo_heads
     keys = [content.shape[0] for content in case.content_v]
-    weights = [
-        torch.zeros(heads, q_len, n, dtype=torch.float64) for q_len, n in zip(case.q_lens, keys, strict=True)
-    ]
+    weights = [torch.zeros(heads, q_len, n, dtype=torch.float64) for q_len, n in zip(case.q_lens, keys, strict=True)]
     for start in range(0, max((*keys, 1)), dim):
         values = []
         for content in case.content_v:

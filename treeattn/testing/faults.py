@@ -56,9 +56,7 @@ def _blind_split(**to: Any) -> Case:
     mask = torch.zeros(width, width, dtype=torch.bool)
     mask[:, 100] = True
     mask[::2, 128] = True
-    return build_case(
-        [chain(width), chain(width)], [0, 300], masks=[mask, mask], source="tree", heads=(2, 1), **to
-    )
+    return build_case([chain(width), chain(width)], [0, 300], masks=[mask, mask], source="tree", heads=(2, 1), **to)
 
 
 def _null_pages(**to: Any) -> Case:

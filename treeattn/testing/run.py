@@ -49,9 +49,7 @@ def _guards(case: Case, rows: int, seed: int) -> tuple[Guarded, Guarded]:
 
 
 def _result(out: Guarded, lse: Guarded, rows: int) -> Result:
-    touched = [
-        f"{name}: {guard.touched()}" for name, guard in (("out", out), ("lse", lse)) if guard.touched()
-    ]
+    touched = [f"{name}: {guard.touched()}" for name, guard in (("out", out), ("lse", lse)) if guard.touched()]
     row_lse = lse.result()
     row_lse[lse.own_rows :] = float("-inf")
     return Result(out.result()[:rows], row_lse[:rows], "; ".join(touched) or None)
@@ -240,9 +238,7 @@ def run_static(case: Case, backend: str = "auto") -> Result:
 PATHS: dict[str, Callable[..., Result]] = {"plain": run_plain, "static": run_static}
 
 
-def check_case(
-    case: Case, backend: str, path: str = "plain", expected: Truth | None = None, **options: Any
-) -> Verdict:
+def check_case(case: Case, backend: str, path: str = "plain", expected: Truth | None = None, **options: Any) -> Verdict:
     """Run a case on one path (``"plain"`` or ``"static"``) and judge out, lse and the guards."""
     result = PATHS[path](case, backend, **options)
     if result.touched:

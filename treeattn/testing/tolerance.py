@@ -109,11 +109,7 @@ def compare(
     zero = torch.zeros_like(want)
     error = torch.where(finite, (got - want).abs(), zero)
     largest = float(torch.where(finite, want.abs(), zero).max())
-    budget = (
-        2 * float(torch.where(finite, (reference - want).abs(), zero).max())
-        + factor * (floor + largest)
-        + 1e-30
-    )
+    budget = 2 * float(torch.where(finite, (reference - want).abs(), zero).max()) + factor * (floor + largest) + 1e-30
     flat = int(error.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), want.shape))
     ratio = float(error.reshape(-1)[flat]) / budget
@@ -127,6 +123,4 @@ def compare(
 
 def _place(name: str, request: int, index: tuple[int, ...]) -> str:
     words = ("row", "head", "dim")
-    return f"{name} of request {request} " + " ".join(
-        f"{word} {i}" for word, i in zip(words, index, strict=False)
-    )
+    return f"{name} of request {request} " + " ".join(f"{word} {i}" for word, i in zip(words, index, strict=False))
