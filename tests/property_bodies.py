@@ -25,9 +25,10 @@ PLACEMENTS = {
     "index_dtype": (torch.int32, torch.int64),
     "tree_kv": ("logical", "slots", "fresh"),
     "kv_layout": ("NHD", "HND"),
-    "cache": ("paged", "flat", "interleaved", "packed", "strided"),
+    "cache": ("paged", "unlike", "flat", "interleaved", "packed", "strided"),
     "stale": ("valid", "zero", "negative", "huge"),
     "poison": ("nan", "inf", "mixed", "noise"),
+    "strided_q": (False, True),
 }
 
 

@@ -91,7 +91,7 @@ def test_unused_memory_is_poisoned() -> None:
     assert torch.isfinite(case.q).all(-1).all(-1).tolist() == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 4
 
 
-@pytest.mark.parametrize("cache", ["paged", "flat", "interleaved", "packed", "strided"])
+@pytest.mark.parametrize("cache", ["paged", "flat", "interleaved", "packed", "strided", "unlike"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("tree_kv", ["logical", "slots", "fresh"])
 def test_content_lies_at_its_slots(cache: str, kv_layout: str, tree_kv: str) -> None:

@@ -87,8 +87,12 @@ def build_case(
     k_cache, v_cache = _empty_caches(place, pool, num_kv, head_dim, dtype, gen)
     k_tree = v_tree = None
     if place.tree_kv == "fresh":
+        gaps = ((0, 0), (0, 0)) if not place.strided_q else ((2, 0), (1, 8))
         k_tree, v_tree = (
-            poison_(torch.empty(total_q, num_kv, head_dim, dtype=dtype), place.poison, gen) for _ in range(2)
+            poison_(torch.empty(total_q, num_kv + extra, head_dim + dims, dtype=dtype), place.poison, gen)[
+                :, :num_kv, :head_dim
+            ]
+            for extra, dims in gaps
         )
     first = 0
     for b, width in enumerate(widths):
@@ -235,9 +239,11 @@ def _empty_caches(
     if place.cache == "packed":
         both = bad(pages, *axes, 2 * dim)
         return both[..., :dim], both[..., dim:]
-    if place.cache == "strided":
-        wide = (axes[0] + 1, axes[1] + 1)
-        return tuple(bad(pages, *wide, dim + 8)[:, : axes[0], : axes[1], :dim] for _ in range(2))  # type: ignore[return-value]
+    if place.cache in ("strided", "unlike"):
+        v_cache = bad(pages, axes[0] + 1, axes[1] + 1, dim + 8)[:, : axes[0], : axes[1], :dim]
+        if place.cache == "unlike":
+            return bad(pages, *axes, dim), v_cache
+        return bad(pages, axes[0] + 1, axes[1] + 1, dim + 8)[:, : axes[0], : axes[1], :dim], v_cache
     return bad(pages, *axes, dim), bad(pages, *axes, dim)
 
 
@@ -377,7 +383,7 @@ def random_case(
         index_dtype=draw("index_dtype", (torch.int32, torch.int32, torch.int64)),
         tree_kv=draw("tree_kv", ("logical", "logical", "slots", "fresh")),
         kv_layout=draw("kv_layout", ("NHD", "NHD", "HND")),
-        cache=draw("cache", ("paged", "paged", "flat", "interleaved", "packed", "strided")),
+        cache=draw("cache", ("paged", "paged", "flat", "interleaved", "packed", "strided", "unlike")),
         stale=draw("stale", ("valid", "zero", "negative", "huge")),
         poison=draw("poison", ("nan", "nan", "inf", "mixed", "noise")),
         extra_pages=draw("extra_pages", (0, 2, 9)),

@@ -35,9 +35,9 @@ class Placement:
     tree_kv : {"logical", "slots", "fresh"}
         The nodes' K and V stand at position prefix_len + row, at `tree_slots`, or in `k_tree`, `v_tree`.
     kv_layout : {"NHD", "HND"}
-    cache : {"paged", "flat", "interleaved", "packed", "strided"}
+    cache : {"paged", "flat", "interleaved", "packed", "strided", "unlike"}
         `[pages, page, heads, dim]`, `[slots, heads, dim]`, K and V as two halves of each page, K and V side by side in
-        the last axis, or rows with gaps.
+        the last axis, rows with gaps, or V with other strides than K.
     stale : {"valid", "zero", "negative", "huge"}
         What unused table entries hold.
     poison : {"nan", "inf", "mixed", "noise"}
@@ -46,7 +46,7 @@ class Placement:
     num_pages : int or None
         Pool size; None means as many as needed.
     strided_q : bool
-        q is a slice of a wider fused projection.
+        q, `k_tree` and `v_tree` are slices of wider tensors, each with strides of its own.
     """
 
     page_size: int = 1
