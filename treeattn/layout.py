@@ -187,9 +187,7 @@ class TreeLayout:
             q_len: int | None = parents.shape[1]
         else:
             if qo_indptr is None:
-                raise ValueError(
-                    "flat parents [total_q] need qo_indptr; parents of one width are [batch, q_len]"
-                )
+                raise ValueError("flat parents [total_q] need qo_indptr; parents of one width are [batch, q_len]")
             batch, q_len = len(qo_indptr) - 1, None
         return _build(
             device=parents.device,
@@ -305,15 +303,11 @@ class TreeLayout:
             validate=validate,
         )
 
-    def full_mask(
-        self, out: Tensor | None = None, dtype: torch.dtype = torch.bool, total: int | None = None
-    ) -> Tensor:
+    def full_mask(self, out: Tensor | None = None, dtype: torch.dtype = torch.bool, total: int | None = None) -> Tensor:
         """Export the flat full form, bool or uint8. On CUDA pass `out` or `total` (elements)."""
         return masks.full_mask(self, out, dtype, total)
 
-    def tree_mask(
-        self, out: Tensor | None = None, dtype: torch.dtype = torch.bool, total: int | None = None
-    ) -> Tensor:
+    def tree_mask(self, out: Tensor | None = None, dtype: torch.dtype = torch.bool, total: int | None = None) -> Tensor:
         """Export the flat tree form, bool or uint8. On CUDA a ragged layout needs `out` or `total`."""
         return masks.tree_mask(self, out, dtype, total)
 
@@ -321,9 +315,7 @@ class TreeLayout:
         """Export the packed form, uint8, and its byte offsets int64 [batch + 1]; sizes as `full_mask`."""
         return masks.packed_mask(self, out, total)
 
-    def bias(
-        self, out: Tensor | None = None, dtype: torch.dtype = torch.float32, total: int | None = None
-    ) -> Tensor:
+    def bias(self, out: Tensor | None = None, dtype: torch.dtype = torch.float32, total: int | None = None) -> Tensor:
         """Export the flat full form as floats, 0 or -inf. On CUDA pass `out` or `total` (elements)."""
         return masks.bias_mask(self, out, dtype, total)
 
@@ -460,9 +452,7 @@ def write_layout_(
     if width is not None and width > layout.max_q_len:
         raise ValueError(f"requests of {width} rows, the layout was made for max_q_len {layout.max_q_len}")
     if width is not None and batch * width > layout.total_q:
-        raise ValueError(
-            f"{batch} requests x {width} rows = {batch * width} rows, the layout has {layout.total_q}"
-        )
+        raise ValueError(f"{batch} requests x {width} rows = {batch * width} rows, the layout has {layout.total_q}")
     source = check_input(
         device=layout.device,
         layout_rows=layout.total_q,

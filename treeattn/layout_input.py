@@ -131,9 +131,7 @@ def check_input(
     kind, data = _kind(device, parents, mask, form)
     if kind == "parents" and data is not None and data.dim() == 2:
         if qo_indptr is not None:
-            raise ValueError(
-                "parents [batch, q_len] have one width; pass flat [total_q] parents with qo_indptr"
-            )
+            raise ValueError("parents [batch, q_len] have one width; pass flat [total_q] parents with qo_indptr")
         if data.shape[0] < batch:
             raise ValueError(f"parents have {data.shape[0]} requests, the batch is {batch}")
         if q_len is not None and q_len != data.shape[1]:
@@ -182,9 +180,7 @@ def _kind(
             raise ValueError(f"parents are [batch, q_len] or flat [total_q], got {tuple(parents.shape)}")
         return "parents", parents
     if form is None or form not in get_args(MaskForm):
-        raise ValueError(
-            f"form must name the mask's form, one of {', '.join(get_args(MaskForm))}; got {form!r}"
-        )
+        raise ValueError(f"form must name the mask's form, one of {', '.join(get_args(MaskForm))}; got {form!r}")
     if mask.device != device:
         raise ValueError(f"mask is on {mask.device}, must be on {device}")
     if mask.dtype not in _FORM_DTYPES[form]:
@@ -205,6 +201,8 @@ def _check_extras(source: LayoutInput) -> None:
     if source.positions is not None:
         if source.kind in ("parents", "chain"):
             raise ValueError(f"positions of {source.kind} follow from the tree")
+        if not source.positions.is_contiguous():
+            raise ValueError(f"positions must be contiguous, got strides {source.positions.stride()}")
         need = source.batch * source.q_len if source.q_len is not None else 0
         if source.positions.numel() < need:
             raise ValueError(f"positions have {source.positions.numel()} entries, the batch has {need} rows")
@@ -223,7 +221,7 @@ def check_size(source: LayoutInput, canonical: int) -> None:
 
 
 def canonical_indptr(source: LayoutInput, qo_indptr: Tensor) -> Tensor:
-    """Compute where each request's block starts in this form: elements, bytes for "packed". int64 [batch + 1]."""
+    """Compute where each request's block starts in this form (bytes for "packed"): int64 [batch + 1]."""
     if source.kind == "tree":
         return tree_indptr(qo_indptr)
     full = full_indptr(qo_indptr, source.prefix_lens[: source.batch])
@@ -240,11 +238,7 @@ def validate_input(source: LayoutInput, layout: TreeLayout) -> None:
             raise status_error((Status.PREFIX_LEN, b, 0, prefix))
     nodes: list[int] = widths if source.num_nodes is None else source.num_nodes[: source.batch].tolist()
     if source.kind == "parents" and source.data is not None:
-        flat = (
-            source.data[: source.batch].reshape(-1).tolist()
-            if source.data.dim() == 2
-            else source.data.tolist()
-        )
+        flat = source.data[: source.batch].reshape(-1).tolist() if source.data.dim() == 2 else source.data.tolist()
         validate_parents([flat[a:b] for a, b in itertools.pairwise(qo)], nodes)
     for b, (count, width) in enumerate(zip(nodes, widths, strict=True)):
         if count > width or (count < 1 and width > 0):
@@ -272,9 +266,7 @@ def _validate_mask_sizes(source: LayoutInput, qo_indptr: Tensor) -> None:
     if source.mask_indptr is None:
         check_size(source, canonical[-1])
         return
-    for b, (got, want) in enumerate(
-        zip(source.mask_indptr[: source.batch + 1].tolist(), canonical, strict=True)
-    ):
+    for b, (got, want) in enumerate(zip(source.mask_indptr[: source.batch + 1].tolist(), canonical, strict=True)):
         if got != want and b < source.batch:
             raise status_error((Status.MASK_INDPTR, b, want, got))
         if got != want:

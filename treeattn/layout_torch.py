@@ -46,9 +46,7 @@ def write_layout_torch_(layout: TreeLayout, source: LayoutInput) -> None:
     prefix = raw_prefix.clamp(min=0)
     given = widths if source.num_nodes is None else source.num_nodes[:batch].to(torch.int64)
     too_many = (given > widths) & ~broken & (raw_prefix >= 0)
-    findings.extend(
-        (Status.NUM_NODES, b, int(widths[b]), int(given[b])) for b in too_many.nonzero().flatten().tolist()
-    )
+    findings.extend((Status.NUM_NODES, b, int(widths[b]), int(given[b])) for b in too_many.nonzero().flatten().tolist())
     nodes = given.masked_fill(broken | too_many | (raw_prefix < 0), 0).clamp(min=0)
     rows = _rows(layout, qo)
 
@@ -103,16 +101,12 @@ def _qo_indptr(layout: TreeLayout, source: LayoutInput, findings: list[Finding])
     """Make a sound int64 qo_indptr [batch + 1], and which requests had to be emptied for it."""
     if source.qo_indptr is None:
         steps = torch.arange(source.batch + 1, device=layout.device)
-        return steps * int(source.q_len or 0), torch.zeros(
-            source.batch, dtype=torch.bool, device=layout.device
-        )
+        return steps * int(source.q_len or 0), torch.zeros(source.batch, dtype=torch.bool, device=layout.device)
     raw = source.qo_indptr[: source.batch + 1].to(torch.int64)
     qo = raw.cummax(0).values.clamp(0, min(layout.total_q, source.rows))
     qo[0] = 0
     broken = (raw[:-1] != qo[:-1]) | (raw[1:] != qo[1:]) | (qo.diff() > layout.max_q_len)
-    findings.extend(
-        (Status.QO_INDPTR, b, int(raw[b]), int(raw[b + 1])) for b in broken.nonzero().flatten().tolist()
-    )
+    findings.extend((Status.QO_INDPTR, b, int(raw[b]), int(raw[b + 1])) for b in broken.nonzero().flatten().tolist())
     return qo, broken
 
 
@@ -124,9 +118,7 @@ def _rows(layout: TreeLayout, qo: Tensor) -> _Rows:
     return _Rows(qo, request, (index - start).masked_fill(request < 0, 0), start)
 
 
-def _read_parents(
-    source: LayoutInput, rows: _Rows, nodes: Tensor, parents: Tensor, findings: list[Finding]
-) -> None:
+def _read_parents(source: LayoutInput, rows: _Rows, nodes: Tensor, parents: Tensor, findings: list[Finding]) -> None:
     """Fill local `parents` of real rows; empty (in `nodes`) a request that has a wrong one."""
     real = (rows.request >= 0) & (rows.local < _of(nodes, rows.request))
     if source.data is None:
@@ -186,9 +178,7 @@ def _read_mask(
         if nodes[b] == 0:
             continue
         first, width = int(qo[b]), int(qo[b + 1] - qo[b])
-        block = _block(
-            source, b, int(indptr[b]), width, 0 if source.kind == "tree" else int(prefix[b]), findings
-        )
+        block = _block(source, b, int(indptr[b]), width, 0 if source.kind == "tree" else int(prefix[b]), findings)
         if block is None:
             nodes[b] = 0
             continue
@@ -198,9 +188,7 @@ def _read_mask(
     return words
 
 
-def _block(
-    source: LayoutInput, b: int, start: int, width: int, prefix: int, findings: list[Finding]
-) -> Tensor | None:
+def _block(source: LayoutInput, b: int, start: int, width: int, prefix: int, findings: list[Finding]) -> Tensor | None:
     """Read a request's bool [q_len, (prefix +) q_len]; None where the mask is too short or odd."""
     if source.data is None:
         return None
@@ -224,9 +212,7 @@ def _block(
     return visible.view(shape)
 
 
-def _count_nodes(
-    source: LayoutInput, b: int, block: Tensor, nodes: int, width: int, findings: list[Finding]
-) -> int:
+def _count_nodes(source: LayoutInput, b: int, block: Tensor, nodes: int, width: int, findings: list[Finding]) -> int:
     """Count real nodes of a request by its mask: 0 when a real row has a hole in its prefix part."""
     if source.kind == "tree":
         return nodes

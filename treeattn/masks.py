@@ -142,9 +142,7 @@ def _local_elements(layout: TreeLayout, request: Tensor, local: Tensor, with_pre
     return (row < q_len) & _visible(layout, request, row, column, prefix)
 
 
-def _sized(
-    layout: TreeLayout, indptr: Tensor, total: int | None, out: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def _sized(layout: TreeLayout, indptr: Tensor, total: int | None, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     if out is not None:
         if out.dim() != 1 or out.device != layout.device:
             raise ValueError(f"out must be 1-D on {layout.device}, got {tuple(out.shape)} on {out.device}")
@@ -155,8 +153,7 @@ def _sized(
     if total is None:
         if layout.device.type == "cuda":
             raise ValueError(
-                "the size of this form depends on lengths on the device: "
-                "pass out=, or total=, its number of elements"
+                "the size of this form depends on lengths on the device: pass out=, or total=, its number of elements"
             )
         total = int(indptr[-1])
     return torch.empty(total, dtype=dtype, device=layout.device)
@@ -208,9 +205,7 @@ def bias_mask(
     return _export_(layout, layout.mask_indptr, out, True, float("-inf"))
 
 
-def packed_mask(
-    layout: TreeLayout, out: Tensor | None = None, total: int | None = None
-) -> tuple[Tensor, Tensor]:
+def packed_mask(layout: TreeLayout, out: Tensor | None = None, total: int | None = None) -> tuple[Tensor, Tensor]:
     """Export the packed form: uint8 bytes and their int64 offsets [batch + 1]. Bytes past its end get 0."""
     indptr = packed_indptr(layout.mask_indptr)
     if out is not None and out.dtype != torch.uint8:

@@ -31,8 +31,8 @@ class PlanBuffers:
     def shapes(batch: int, num_programs: int, tile_rows: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor: the formula behind ``StaticBuffers.nbytes``."""
         return {
-            "work": ((num_programs, 8), torch.int32),
-            "item_start": ((batch + 1,), torch.int64),
+            "work": ((num_programs, 16), torch.int32),
+            "item_start": ((batch + 1,), torch.int32),
             "nodes": ((max(batch, 1),), torch.int32),
             "share": ((1,), torch.int32),
             "partial_out": ((2 * num_programs, tile_rows, head_dim), torch.float32),

@@ -24,6 +24,7 @@ class Status(IntEnum):
     MASK_SIZE = 7
     BIAS_VALUE = 8
     MASK_INDPTR = 9
+    WORK = 10
 
 
 MESSAGES: dict[Status, str] = {
@@ -39,16 +40,15 @@ MESSAGES: dict[Status, str] = {
         "request {request}: qo_indptr goes from {row} to {value}; it must start at 0, never fall, "
         "stay inside the rows there are, and no request may be wider than max_q_len"
     ),
-    Status.KV_CAPACITY: (
-        "request {request}: needs {value} cache entries, its part of the KV address table has {row}"
-    ),
+    Status.KV_CAPACITY: ("request {request}: needs {value} cache entries, its part of the KV address table has {row}"),
     Status.PREFIX_LEN: "request {request}: prefix_len is {value}, must be 0 or more",
-    Status.MASK_SIZE: (
-        "request {request}: its block of the flat mask ends at {value}, the mask has {row} elements"
-    ),
+    Status.MASK_SIZE: ("request {request}: its block of the flat mask ends at {value}, the mask has {row} elements"),
     Status.BIAS_VALUE: (
         "request {request}: row {row} has a bias at key {value} that is neither 0 (visible) "
         "nor masked (-inf or a large negative number)"
+    ),
+    Status.WORK: (
+        "the batch's lengths add up to {value} x 1024 tiles of work, the plan counts to {row}: a length is wrong"
     ),
     Status.MASK_INDPTR: "request {request} starts at {value}, must be {row}",
 }

@@ -295,9 +295,7 @@ def _tokens(layout: TreeLayout, tokens: Tensor, name: str) -> Tensor:
     return tokens.view(-1)
 
 
-def _check_out(
-    tensor: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...], layout: TreeLayout
-) -> None:
+def _check_out(tensor: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...], layout: TreeLayout) -> None:
     if tensor.device != layout.device:
         raise ValueError(f"{name} is on {tensor.device}, the layout on {layout.device}")
     if tensor.dtype != dtype:

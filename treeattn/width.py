@@ -48,9 +48,7 @@ _METHODS = {
     "sequoia": _Method("always", "sequoia's own trees have 64 or 128 nodes on a GPU"),
     "ngram": _Method("always", "ngram's own default is 12 rows (num_draft_tokens=12, the root included)"),
     "uno": _Method("topk", "uno verifies at most 128 rows and sets no default"),
-    "eagle": _Method(
-        "topk", "eagle's own default is 8 rows for topk 4 (num_draft_tokens=8, the root included)"
-    ),
+    "eagle": _Method("topk", "eagle's own default is 8 rows for topk 4 (num_draft_tokens=8, the root included)"),
     "dflash": _Method("topk", "dflash's tree mode runs at 32 nodes"),
     "mtp": _Method("never", ""),
     "chain": _Method("never", ""),
@@ -144,9 +142,7 @@ def resolve_verify_width(
     return _chain_width(method, block_size, topk, num_steps)
 
 
-def _chain_width(
-    method: str | None, block_size: int | None, topk: int | None, num_steps: int | None
-) -> VerifyWidth:
+def _chain_width(method: str | None, block_size: int | None, topk: int | None, num_steps: int | None) -> VerifyWidth:
     """Resolve a chain's width once no tree count was given; refuse where a tree is active."""
     key = None if method is None else method.lower().replace("-", "_").replace("_worker", "")
     key = None if key is None else _ALIASES.get(key, key)
@@ -161,15 +157,11 @@ def _chain_width(
         who = f"{method} verifies a tree" if method else f"topk {topk} makes a tree"
         own = f"; {known.default}" if known is not None and known.default else ""
         not_block = f", and the block size {block_size} is not its width" if block_size is not None else ""
-        raise ValueError(
-            f"{who} and its budget is not given{not_block}: pass tree_budget (nodes, root excluded){own}"
-        )
+        raise ValueError(f"{who} and its budget is not given{not_block}: pass tree_budget (nodes, root excluded){own}")
     if block_size is not None:
         return VerifyWidth(block_size, f"{block_size} rows, a chain of the draft block size")
     if num_steps is not None:
-        return VerifyWidth(
-            num_steps + 1, f"{num_steps + 1} rows: a chain of {num_steps} draft steps and the root"
-        )
+        return VerifyWidth(num_steps + 1, f"{num_steps + 1} rows: a chain of {num_steps} draft steps and the root")
     raise ValueError(
         "nothing tells the verify width: pass width, tree_budget, num_draft_tokens, block_size or num_steps"
     )

@@ -21,7 +21,7 @@ from ..status import Status
 from .attention import attention_kernel, finish_kernel
 from .plan import plan_kernel
 
-PLAN_BLOCK = 32
+PLAN_BLOCK = 16
 LOG2_E = 1.4426950408889634
 
 
@@ -57,7 +57,8 @@ def launch_plan(step: Step) -> None:
         layout.prefix_lens, layout.num_nodes, layout.qo_indptr, kv.kv_indptr if csr else layout.qo_indptr,
         layout.status, buffers.work, buffers.item_start, buffers.nodes, buffers.share,
         layout.batch, kv.table.shape[-1], step.num_programs, config.min_share,
-        KV_CAPACITY_CODE=int(Status.KV_CAPACITY), GROUP=step.group, KV_HEADS=step.num_kv_heads,
+        KV_CAPACITY_CODE=int(Status.KV_CAPACITY), WORK_CODE=int(Status.WORK),
+        GROUP=step.group, KV_HEADS=step.num_kv_heads,
         TILE_ROWS=config.tile_rows, BLOCK_N=config.block_n, PAGE_SIZE=kv.page_size, CSR=csr,
         NODES_IN_TABLE=step.nodes_in_table, BLOCK_B=max(16, next_power_of_2(layout.batch)), BLOCK_P=PLAN_BLOCK,
     )  # fmt: skip
@@ -88,12 +89,14 @@ def launch_attention(
     csr = kv.kv_indptr is not None
     key = (
         strides, q.stride(), out.stride(), lse is None or lse.stride(), None if not fresh else (k_tree.stride(), v_tree.stride()),
-        alignment(q, k_cache, v_cache, k_tree, v_tree, out, lse), q.shape[0], zero_tail,
+        alignment(q, k_cache, v_cache, k_tree, v_tree, out, lse), q.shape[0], zero_tail, sm_scale < 0,
     )  # fmt: skip
     pair = step.launches.get(key)
     if pair is None:
         pair = step.launches[key] = make_launches(step, q.shape[0])
     attention, finish, items, by_item, chunks = pair
+    wide = layout.max_q_len * max(map(abs, (q.stride(0), out.stride(0)))) >= 2**31
+    pdl = finish.options["launch_pdl"]
     lse_strides = (0, 0) if lse is None else lse.stride()
     attention(
         q, k_cache, v_cache, k_tree if fresh else q, v_tree if fresh else q, out, lse if lse is not None else out,
@@ -104,8 +107,8 @@ def launch_attention(
         *((k_tree.stride(0), k_tree.stride(1), v_tree.stride(0), v_tree.stride(1)) if fresh else (0, 0, 0, 0)),
         out.stride(0), out.stride(1), *lse_strides,
         GROUP=step.group, KV_HEADS=step.num_kv_heads, HEAD_DIM=step.head_dim, PAGE_SIZE=kv.page_size, CSR=csr,
-        TREE_SLOTS=kv.tree_slots is not None, FRESH=fresh, HAS_LSE=lse is not None, BLOCK_D=config.block_d,
-        BLOCK_M=config.block_m, BLOCK_R=config.block_r, BLOCK_N=config.block_n, STAGES=config.num_stages, SWAP_R=config.few_r,
+        TREE_SLOTS=kv.tree_slots is not None, FRESH=fresh, HAS_LSE=lse is not None, NEGATE=sm_scale < 0, WIDE=wide, BLOCK_D=config.block_d,
+        BLOCK_M=config.block_m, BLOCK_R=config.block_r, BLOCK_N=config.block_n, STAGES=config.num_stages, PDL=pdl, SWAP_R=config.few_r,
     )  # fmt: skip
     finish(
         out, lse if lse is not None else out, plan.partial_out, plan.partial_lse, plan.work, plan.item_start,
@@ -113,11 +116,12 @@ def launch_attention(
         step.num_qo_heads, items, max_row_tiles(step) * step.num_kv_heads, out.stride(0), out.stride(1), *lse_strides,
         GROUP=step.group, KV_HEADS=step.num_kv_heads, HEAD_DIM=step.head_dim, ZERO_TAIL=zero_tail, BY_ITEM=by_item,
         HAS_LSE=lse is not None, BLOCK_D=config.block_d, TILE_ROWS=config.tile_rows, BLOCK_N=config.block_n,
-        CHUNKS=chunks, CHUNK_ROWS=CHUNK_ROWS, CHUNK_PARTS=CHUNK_PARTS, ZERO_ROWS=ZERO_ROWS,
+        CHUNKS=chunks, CHUNK_ROWS=CHUNK_ROWS, CHUNK_PARTS=CHUNK_PARTS, ZERO_ROWS=ZERO_ROWS, WIDE=wide, PDL=pdl,
     )  # fmt: skip
 
 
 CHUNK_ROWS, CHUNK_PARTS, ZERO_ROWS = 4, 8, 16
+USE_PDL = True
 
 
 def max_row_tiles(step: Step) -> int:
@@ -138,5 +142,5 @@ def make_launches(step: Step, rows_q: int) -> tuple[Launch, Launch, int, bool, i
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )  # fmt: skip
     grid = (merges * chunks + triton.cdiv(rows_q, ZERO_ROWS),)
-    finish = Launch(finish_kernel, grid, layout.device, {"num_warps": 4})
+    finish = Launch(finish_kernel, grid, layout.device, {"num_warps": 4, "launch_pdl": USE_PDL and backends.arch(layout.device) >= 90})
     return attention, finish, merges, by_item, chunks

@@ -8,13 +8,14 @@ side by side on one line (request, then KV head, then row tile) and program ``p`
 ``[p * share, (p + 1) * share)``: a ragged batch is balanced to within one tile, and an item is cut only where two
 programs meet. At most ``num_programs - 1`` items are cut, into at most ``2 * num_programs`` partials.
 
-Outputs (all int32 but for ``item_start``):
+Outputs (int32):
 
-``work [num_programs, 8]``
-    ``request, item, tile, tiles`` of the stretch (``item = kv_head * row_tiles + row_tile`` within the request), then
-    ``nodes, prefix_len, first_row, 0`` of that first request, so that a program starts after one load.
+``work [num_programs, 16]``
+    What a program needs to start after one load, fields in the order of ``WORK_*``: the request, KV head, row tile and
+    KV tile where its stretch begins, its length in tiles, then of that request the nodes, prefix_len, first row, row
+    tiles and rows of a row tile.
 ``item_start [batch + 1]``
-    Line position (in tiles) at which each request begins, int64; the total last.
+    Line position (in tiles) at which each request begins; the total last.
 ``nodes [batch]``
     Nodes to compute: ``num_nodes``, or 0 where the request's addresses cannot hold what the layout claims.
 ``share [1]``
@@ -24,8 +25,24 @@ Outputs (all int32 but for ``item_start``):
 import triton
 import triton.language as tl
 
-WORK_FIELDS = tl.constexpr(8)
 BLOCK_E = tl.constexpr(32)  # keys of an edge tile: one 32-bit mask word a row, and half the registers of a full tile
+WORK_FIELDS = tl.constexpr(16)
+WORK_REQUEST = tl.constexpr(0)
+WORK_KV_HEAD = tl.constexpr(1)
+WORK_ROW_TILE = tl.constexpr(2)
+WORK_TILE = tl.constexpr(3)
+WORK_LEFT = tl.constexpr(4)
+WORK_NODES = tl.constexpr(5)
+WORK_PREFIX = tl.constexpr(6)
+WORK_FIRST_ROW = tl.constexpr(7)
+WORK_ROW_TILES = tl.constexpr(8)
+WORK_TILE_ROWS = tl.constexpr(9)
+
+
+@triton.jit
+def pick(mine, values):
+    """For each program the value of its request: ``[programs]`` from ``mine [programs, batch]``, ``values [batch]``."""
+    return tl.sum(tl.where(mine, values[None, :], 0), 1)
 
 
 @triton.jit
@@ -35,8 +52,8 @@ def plan_kernel(
     qo_indptr_ptr,  # int32 [batch + 1]
     kv_indptr_ptr,  # int32 | int64 [batch + 1] (CSR), else any pointer
     status_ptr,  # int32 [4]
-    work_ptr,  # int32 [num_programs, 8]
-    item_start_ptr,  # int64 [batch + 1]
+    work_ptr,  # int32 [num_programs, 16]
+    item_start_ptr,  # int32 [batch + 1]
     nodes_ptr,  # int32 [batch]
     share_ptr,  # int32 [1]
     batch,
@@ -44,6 +61,7 @@ def plan_kernel(
     num_programs,
     min_share,
     KV_CAPACITY_CODE: tl.constexpr,
+    WORK_CODE: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -71,36 +89,51 @@ def plan_kernel(
     nodes = tl.where(too_long, 0, nodes)
 
     kv_tiles = prefix // BLOCK_N + tl.cdiv(prefix % BLOCK_N, BLOCK_E) + tl.cdiv(nodes, BLOCK_E)
-    items = tl.cdiv(nodes * GROUP, TILE_ROWS) * KV_HEADS
-    tiles = items.to(tl.int64) * kv_tiles
+    row_tiles = tl.cdiv(nodes * GROUP, TILE_ROWS)
+    # the line is int32: 2^31 tiles are days of work, so a longer one is a mistake in the lengths
+    wide_total = tl.sum((row_tiles * KV_HEADS).to(tl.int64) * kv_tiles, 0)
+    if wide_total > 0x7FFFFFFF:
+        nodes = nodes * 0
+        row_tiles = row_tiles * 0
+    tiles = row_tiles * KV_HEADS * kv_tiles
     end = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), min_share)
 
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    start = p * share
+    live = p < num_programs
+    start = tl.minimum(p.to(tl.int64) * share, total).to(tl.int32)
     before = (end[None, :] <= start[:, None]) & in_batch[None, :]
     request = tl.minimum(tl.sum(before.to(tl.int32), 1), batch - 1)
-    within = start - tl.max(tl.where(before, end[None, :], 0), 1)
     mine = b[None, :] == request[:, None]
-    my_tiles = tl.maximum(tl.sum(tl.where(mine, kv_tiles[None, :], 0), 1), 1).to(tl.int64)
-    item = within // my_tiles
-    left = tl.minimum(tl.maximum(total - start, 0), share)
-    live = p < num_programs
+    within = start - tl.max(tl.where(before, end[None, :], 0), 1)
+    my_nodes = pick(mine, nodes)
+    my_kv_tiles = tl.maximum(pick(mine, kv_tiles), 1)
+    my_row_tiles = tl.maximum(pick(mine, row_tiles), 1)
+    item = within // my_kv_tiles
+    kv_head = item // my_row_tiles
     row = work_ptr + p * WORK_FIELDS
-    tl.store(row + 0, request, mask=live)
-    tl.store(row + 1, item.to(tl.int32), mask=live)
-    tl.store(row + 2, (within - item * my_tiles).to(tl.int32), mask=live)
-    tl.store(row + 3, left.to(tl.int32), mask=live)
-    tl.store(row + 4, tl.sum(tl.where(mine, nodes[None, :], 0), 1), mask=live)
-    tl.store(row + 5, tl.sum(tl.where(mine, prefix[None, :], 0), 1), mask=live)
-    tl.store(row + 6, tl.load(qo_indptr_ptr + request, mask=live, other=0), mask=live)
+    tl.store(row + WORK_REQUEST, request, mask=live)
+    tl.store(row + WORK_KV_HEAD, kv_head, mask=live)
+    tl.store(row + WORK_ROW_TILE, item - kv_head * my_row_tiles, mask=live)
+    tl.store(row + WORK_TILE, within - item * my_kv_tiles, mask=live)
+    tl.store(row + WORK_LEFT, tl.minimum(total - start, share), mask=live)
+    tl.store(row + WORK_NODES, my_nodes, mask=live)
+    tl.store(row + WORK_PREFIX, pick(mine, prefix), mask=live)
+    tl.store(row + WORK_FIRST_ROW, tl.load(qo_indptr_ptr + request, mask=live, other=0), mask=live)
+    tl.store(row + WORK_ROW_TILES, my_row_tiles, mask=live)
+    tl.store(row + WORK_TILE_ROWS, tl.cdiv(my_nodes * GROUP, my_row_tiles), mask=live)
 
     if tl.program_id(0) == 0:
         tl.store(nodes_ptr + b, nodes, mask=in_batch)
         tl.store(item_start_ptr + b, end - tiles, mask=in_batch)
         tl.store(item_start_ptr + batch, total)
-        tl.store(share_ptr, share.to(tl.int32))
+        tl.store(share_ptr, share)
+        if wide_total > 0x7FFFFFFF:
+            if tl.atomic_cas(status_ptr, 0, WORK_CODE) == 0:
+                tl.store(status_ptr + 1, 0)
+                tl.store(status_ptr + 2, 0x7FFFFFFF)
+                tl.store(status_ptr + 3, tl.minimum(wide_total >> 10, 0x7FFFFFFF).to(tl.int32))
         worst = tl.max(tl.where(too_long, BLOCK_B - b, 0), 0)
         if worst > 0:
             first = BLOCK_B - worst

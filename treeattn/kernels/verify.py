@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from treeattn.kernels.layout import report
+from treeattn.kernels.layout_rows import Launch, report
 from treeattn.kv import cache_strides
 
 if TYPE_CHECKING:
@@ -67,22 +67,27 @@ def accept_kernel(
 
 def accept_triton_(layout: TreeLayout, draft: Tensor, target: Tensor, out: Accepted) -> None:
     """Launch `accept_kernel`, a program a request."""
-    if layout.batch == 0:
-        return
+    if layout.batch > 0:
+        accept_launch(layout, draft, target, out)()
+
+
+def accept_launch(layout: TreeLayout, draft: Tensor, target: Tensor, out: Accepted) -> Launch:
+    """Prepare the walk of at least one request."""
     block = max(triton.next_power_of_2(layout.max_q_len), 16)
-    accept_kernel[(layout.batch,)](
-        parents_ptr=layout.parents,
-        qo_ptr=layout.qo_indptr,
-        nodes_ptr=layout.num_nodes,
-        draft_ptr=draft,
-        target_ptr=target,
-        rows_ptr=out.rows,
-        lens_ptr=out.lens,
-        bonus_ptr=out.bonus,
-        max_q_len=layout.max_q_len,
-        BLOCK=block,
-        num_warps=min(max(block // 128, 1), 8),
-    )
+    arguments = {
+        "parents_ptr": layout.parents,
+        "qo_ptr": layout.qo_indptr,
+        "nodes_ptr": layout.num_nodes,
+        "draft_ptr": draft,
+        "target_ptr": target,
+        "rows_ptr": out.rows,
+        "lens_ptr": out.lens,
+        "bonus_ptr": out.bonus,
+        "max_q_len": layout.max_q_len,
+        "BLOCK": block,
+        "num_warps": min(max(block // 128, 1), 8),
+    }
+    return Launch(accept_kernel, (layout.batch,), arguments)
 
 
 @triton.jit
@@ -253,6 +258,15 @@ def compact_kv_triton_(
     caches: list[Tensor], kv: PagedKV, layout: TreeLayout, rows: Tensor, lens: Tensor, kv_layout: KVLayout
 ) -> None:
     """Launch `compact_kernel` once for each set of caches that differ only in their base address."""
+    for launch in compact_launches(caches, kv, layout, rows, lens, kv_layout):
+        launch()
+
+
+def compact_launches(
+    caches: list[Tensor], kv: PagedKV, layout: TreeLayout, rows: Tensor, lens: Tensor, kv_layout: KVLayout
+) -> list[Launch]:
+    """List what to launch; sets are independent of each other."""
+    launches = []
     groups: dict[tuple[object, ...], list[Tensor]] = {}
     for cache in caches:
         strides = cache_strides(cache, kv.page_size, kv_layout)
@@ -263,35 +277,38 @@ def compact_kv_triton_(
         head_words = head_dim * size // word
         if heads * head_words == 0 or rows.shape[1] == 0:
             continue
-        block = min(max(triton.next_power_of_2(heads * head_words), 32), 256)
+        block = min(max(triton.next_power_of_2(heads * head_words), 32), 128)
         table = kv.table
-        compact_kernel[(rows.shape[0], len(group), triton.cdiv(heads * head_words, block))](
-            bases_ptr=_pointer_table(group),
-            rows_ptr=rows,
-            stride_rows_b=rows.stride(0),
-            stride_rows_i=rows.stride(1),
-            rows_columns=rows.shape[1],
-            lens_ptr=lens,
-            stride_lens=lens.stride(0),
-            qo_ptr=layout.qo_indptr,
-            prefix_ptr=layout.prefix_lens,
-            nodes_ptr=layout.num_nodes,
-            slots_ptr=table if kv.tree_slots is None else kv.tree_slots,
-            table_ptr=table,
-            stride_table=table.stride(0) if kv.block_table is not None else 0,
-            table_width=table.shape[-1],
-            indptr_ptr=table if kv.kv_indptr is None else kv.kv_indptr,
-            page_size=kv.page_size,
-            stride_cache_page=strides[0] * size // word,
-            stride_cache_slot=strides[1] * size // word,
-            stride_cache_head=strides[2] * size // word,
-            head_words=head_words,
-            columns=heads * head_words,
-            status_ptr=layout.status,
-            HAS_SLOTS=kv.tree_slots is not None,
-            CSR=kv.kv_indptr is not None,
-            WORD=word,
-            ROWS=8,
-            COLUMNS=block,
-            num_warps=4,
-        )
+        arguments = {
+            "bases_ptr": _pointer_table(group),
+            "rows_ptr": rows,
+            "stride_rows_b": rows.stride(0),
+            "stride_rows_i": rows.stride(1),
+            "rows_columns": rows.shape[1],
+            "lens_ptr": lens,
+            "stride_lens": lens.stride(0),
+            "qo_ptr": layout.qo_indptr,
+            "prefix_ptr": layout.prefix_lens,
+            "nodes_ptr": layout.num_nodes,
+            "slots_ptr": table if kv.tree_slots is None else kv.tree_slots,
+            "table_ptr": table,
+            "stride_table": table.stride(0) if kv.block_table is not None else 0,
+            "table_width": table.shape[-1],
+            "indptr_ptr": table if kv.kv_indptr is None else kv.kv_indptr,
+            "page_size": kv.page_size,
+            "stride_cache_page": strides[0] * size // word,
+            "stride_cache_slot": strides[1] * size // word,
+            "stride_cache_head": strides[2] * size // word,
+            "head_words": head_words,
+            "columns": heads * head_words,
+            "status_ptr": layout.status,
+            "HAS_SLOTS": kv.tree_slots is not None,
+            "CSR": kv.kv_indptr is not None,
+            "WORD": word,
+            "ROWS": 8,
+            "COLUMNS": block,
+            "num_warps": 4,
+        }
+        grid = (rows.shape[0], len(group), triton.cdiv(heads * head_words, block))
+        launches.append(Launch(compact_kernel, grid, arguments))
+    return launches
