@@ -54,7 +54,8 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(
             f"{row['kind'][:10]:10} {shape:34} {page:>5} {row['provider']:18} {us:9.2f} "
             f"{row['p20']:9.2f} {row['p80']:9.2f} {floor:8.2f} {f'{floor / us:.0%}':>6} "
-            f"{row.get('bytes', 0) / us / 1e3:6.0f} {row.get('flop', 0) / us / 1e6:7.1f} {f'{us / chain:.2f}' if chain else '-':>6} "
+            f"{row.get('bytes', 0) / us / 1e3:6.0f} {row.get('flop', 0) / us / 1e6:7.1f} "
+            f"{f'{us / chain:.2f}' if chain else '-':>6} "
             f"{ours.must if ours else '-':>6} {ours.goal if ours else '-':>6} "
             f"{row['rel_err'] if row['rel_err'] is None else format(row['rel_err'], '.1e'):>8}"
         )
