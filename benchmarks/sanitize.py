@@ -1,0 +1,94 @@
+"""A small run of each kernel, for compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/sanitize.py
+
+torch's caching allocator would hide a read or write past a tensor inside one of its blocks, hence the variable. Exit
+status 0 only if every result is also right.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+import treeattn
+from treeattn import verify
+from treeattn.testing import Placement, build_case, check_case
+from treeattn.testing.trees import chain, star
+
+TREES = [[-1, 0, 0, 1, 1, 3, 2, 0, 5], star(17), chain(3), []]
+
+
+def attention() -> int:
+    wrong = 0
+    shapes = [((4, 1), 64), ((8, 2), 128), ((3, 3), 80), ((16, 1), 128)]
+    for index, (heads, dim) in enumerate(shapes):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            place = Placement(
+                page_size=(1, 16, 5, 64)[index], table=("csr", "block")[index % 2],
+                tree_kv=("logical", "slots", "fresh", "logical")[index], stale="huge",
+            )  # fmt: skip
+            widths = [17, 17, 3, 2] if index % 2 else [17] * 4
+            case = build_case(
+                TREES,
+                [0, 130, 64, 5],
+                q_lens=widths,
+                heads=heads,
+                head_dim=dim,
+                dtype=dtype,
+                placement=place,
+                device="cuda",
+            )
+            for path in ("plain", "static"):
+                verdict = check_case(case, "triton", path)
+                if not verdict.ok:
+                    wrong += 1
+                    print(f"WRONG {path}: {verdict.message}\n  {case.describe()}")
+    wide = build_case([star(65), chain(129)], [40, 3], heads=(8, 1), dtype=torch.bfloat16, device="cuda")
+    return wrong + (not check_case(wide, "triton").ok)
+
+
+def layout_and_verify() -> int:
+    case = build_case(TREES, [7, 0, 33, 2], q_lens=[17] * 4, device="cuda", placement=Placement(page_size=4))
+    layout = case.layout()
+    full = layout.full_mask(total=sum(17 * (p + 17) for p in case.prefixes))
+    forms: dict[Any, torch.Tensor] = {
+        "full": full,
+        "tree": layout.tree_mask(total=4 * 17 * 17),
+        "words": layout.mask_words,
+        "bias": layout.bias(total=full.numel()),
+        "packed": layout.packed_mask(total=sum(-(-17 * (p + 17) // 8) for p in case.prefixes))[0],
+    }
+    for form, mask in forms.items():
+        other = treeattn.TreeLayout.from_mask(
+            mask, form=form, prefix_lens=layout.prefix_lens, q_len=17, num_nodes=layout.num_nodes
+        )
+        if not torch.equal(other.mask_words, layout.mask_words):
+            print(f"WRONG form {form}")
+            return 1
+    treeattn.TreeLayout.chain(layout.prefix_lens, 17)
+    draft = torch.randint(0, 3, (layout.total_q,), device="cuda")
+    target = torch.randint(0, 3, (layout.total_q,), device="cuda")
+    accepted = verify.accept(layout, draft, target)
+    verify.global_rows(layout, accepted.rows, accepted.lens)
+    verify.compact_kv_([case.k_cache, case.v_cache], case.kv(), layout, accepted.rows, accepted.lens)
+    return 0
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA device", file=sys.stderr)
+        return 2
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1":
+        print("note: without PYTORCH_NO_CUDA_MEMORY_CACHING=1 torch's allocator hides overruns")
+    wrong = attention() + layout_and_verify()
+    torch.cuda.synchronize()
+    print("sanitize run: " + ("all right" if not wrong else f"{wrong} wrong"))
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The benchmark's CUDA side: graphs, cold copies, every provider that is here, the gate."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from treeattn.bench.inputs import Inputs
+from treeattn.bench.providers import PROVIDERS, Calls, unavailable
+from treeattn.bench.run import environment, run_workloads
+from treeattn.bench.timing import time_graph
+from treeattn.bench.workloads import Workload
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+BASE = Workload("gpu", 2, 17, 300, 8, 2)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        BASE,
+        dataclasses.replace(BASE, page_size=1),
+        dataclasses.replace(BASE, kv_layout="HND", page_size=16),
+        dataclasses.replace(BASE, prefixes=(31, 700), q_lens=(17, 4)),
+        dataclasses.replace(BASE, nodes=9),
+        dataclasses.replace(BASE, head_dim=64, dtype="float16"),
+    ],
+    ids=lambda work: work.name(),
+)
+def test_every_provider_passes_the_gate(work: Workload) -> None:
+    here = [name for name in ("treeattn_triton", "sdpa", "fa3_causal") if unavailable(name, CUDA) is None]
+    result = run_workloads([work], here, CUDA, cold_bytes=4e6)
+    assert "treeattn_triton" in {row["provider"] for row in result["rows"]}
+    for row in result["rows"]:
+        assert 0.5 < row["p20"] <= row["us"] <= row["p80"] < 1e5
+        assert row["rel_err"] < 1e-2
+
+
+def test_step_rows() -> None:
+    rows = run_workloads([dataclasses.replace(BASE, kind="step")], ["treeattn_triton"], CUDA)["rows"]
+    assert [row["kind"] for row in rows] == ["step-update", "step-update-host", "step-call-host"]
+
+
+def test_copies_are_cold() -> None:
+    inputs = Inputs(BASE, CUDA)
+    assert inputs.copies * BASE.kv_bytes >= 256e6
+    (calls,) = PROVIDERS["treeattn_triton"](inputs)
+    assert isinstance(calls, Calls)
+    assert len(calls.calls) == inputs.copies
+    assert len({paged.data_ptr() for paged in calls.paged.k}) == inputs.copies if calls.paged else False
+
+
+def test_graph_time_is_device_time() -> None:
+    block = torch.ones(64 * 2**20, device="cuda")
+    copy = torch.empty_like(block)
+    timing = time_graph([lambda: copy.copy_(block)])
+    assert 100 < timing.us < 2000
+
+
+def test_environment() -> None:
+    env = environment(CUDA)
+    assert env["gpu"] == torch.cuda.get_device_name(0)
+    assert env["triton"]

@@ -1,0 +1,121 @@
+"""The command line: exit status, what it prints, what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import treeattn
+from treeattn.cli import main
+
+
+def run(*argv: str) -> int:
+    """Exit status of a command line, argparse's own exits included."""
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"treeattn {treeattn.__version__}\n"
+    assert run() == 2
+    assert "examples:" in capsys.readouterr().out
+    for command in ("info", "check", "bench"):
+        assert run(command, "--help") == 0
+        text = capsys.readouterr().out
+        assert "example" in text
+    assert run("no-such-command") == 2
+    assert run("info", "--no-such-option") == 2
+
+
+def test_module_and_lazy_imports() -> None:
+    code = (
+        "import sys; from treeattn.cli import main; main(['info', '--json']); main(['check', '--list'])\n"
+        "heavy = {'matplotlib', 'transformers', 'cupy', 'rich', 'treeattn.bench'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-m", "treeattn", "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("treeattn ")
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("info", "--geometry", "32/8/128", "--geometry", "9/3/64", "--q-len", "65", "--arch", "90", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__
+    assert found["backends"]["cpu"]["torch"] is None
+    assert [one["geometry"] for one in found["geometries"]] == ["32/8/128", "9/3/64"]
+    assert found["geometries"][0]["packed_rows"] == 260
+    config = treeattn.select_config(90, torch.bfloat16, 4, 128, 65)
+    assert found["geometries"][0]["tile"]["block_n"] == config.block_n
+    assert run("info") == 0
+    text = capsys.readouterr().out
+    for word in ("backends on cpu", "tile:", "split:", "merge:", "reference"):
+        assert word in text
+    assert run("info", "--geometry", "32/7/128") == 2
+    assert "multiple of 7" in capsys.readouterr().err
+
+
+def test_check(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("check", "--backend", "torch", "--dtype", "float32", "--quiet")
+    assert run(*common, "--cases", "2") == 0
+    text = capsys.readouterr().out
+    assert "all right" in text
+    assert "repeat: treeattn check --device cpu --backend torch --dtype float32 --case " in text
+    repeat = text.split("repeat: treeattn ")[1].splitlines()[0].split()
+    assert run(*repeat, "--quiet") == 0
+    capsys.readouterr()
+    assert run(*common, "--case", "short-drafter", "--inject-fault") == 1
+    text = capsys.readouterr().out
+    assert "injected fault caught" in text
+    assert "WRONG torch mask bits: request" in text
+    assert run("check", "--case", "nothing") == 2
+    assert run("check", "--list") == 0
+    assert "word-stride" in capsys.readouterr().out
+
+
+def test_check_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "mine.pt")
+    dump = {
+        "q": torch.zeros(4, 2, 8),
+        "k_cache": torch.zeros(16, 2, 8),
+        "v_cache": torch.ones(16, 2, 8),
+        "kv_indptr": torch.tensor([0, 9]),
+        "kv_indices": torch.arange(9),
+        "prefix_lens": torch.tensor([5]),
+        "parents": torch.tensor([-1, 0, 0, 1]),
+        "out": torch.ones(4, 2, 8),
+    }
+    torch.save(dump, path)
+    assert run("check", "--dump", path) == 0
+    assert "all right" in capsys.readouterr().out
+    torch.save({**dump, "mask_indptr": torch.tensor([0, 40]), "mask": torch.ones(36)}, path)
+    assert run("check", "--dump", path) == 1
+    assert "mask_indptr[1] = 40, must be 4*(5+4) = 36" in capsys.readouterr().out
+    assert run("check", "--dump", str(tmp_path / "absent.pt")) == 2
+
+
+def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, own = tmp_path / "result.json", tmp_path / "own.json"
+    own.write_text(
+        json.dumps([{"batch": 2, "q_len": 5, "prefix": 20, "qo_heads": 4, "kv_heads": 2, "dtype": "float32"}])
+    )
+    common = ("bench", "--device", "cpu", "--providers", "treeattn_torch", "sdpa", "--quiet")
+    assert run(*common, "--file", str(own), "--out", str(path)) == 0
+    assert "GB/s" in capsys.readouterr().out
+    assert {row["provider"] for row in json.loads(path.read_text())["rows"]} == {"treeattn_torch", "sdpa"}
+    assert run("bench", "compare", str(path), str(path)) == 0
+    assert "x1.000" in capsys.readouterr().out
+    assert run("bench", "plot", str(path)) == 0
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert run("bench", "no-such-set", "--device", "cpu") == 2
+    assert run("bench", "--providers", "magic") == 2
+    assert run("bench", "compare", str(path)) == 2

@@ -1,0 +1,105 @@
+"""No number without a right answer: compare a provider's output with float64 on the very inputs that are timed.
+
+Sampled requests and KV heads keep it under a second on a GPU; the whole output has to be written and finite.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .inputs import Inputs, Paged
+from .providers import Calls
+
+__all__ = ["LIMITS", "GateError", "gate"]
+
+LIMITS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Largest ``||out - ref|| / ||ref||``; what each dtype costs stays under a half of it."""
+
+
+class GateError(RuntimeError):
+    """A provider's output is wrong; the message says where."""
+
+
+def _keys(
+    inputs: Inputs, paged: Paged | None, pool: Tensor, caches: list[Tensor] | None, request: int, head: int
+) -> Tensor:
+    """`[prefix + q_len, head_dim]` of the first copy."""
+    length = inputs.lengths[request]
+    if paged is None or caches is None:
+        start = sum(inputs.blocks[:request]) * 128
+        return pool[0, start : start + length, head]
+    positions = torch.arange(length, device=inputs.device)
+    pages = paged.table[request, positions // paged.page_size].long()
+    offsets = positions % paged.page_size
+    if paged.kv_layout == "HND":
+        return caches[0][pages, head, offsets]
+    return caches[0][pages, offsets, head]
+
+
+def _reference(inputs: Inputs, calls: Calls, request: int, head: int) -> Tensor:
+    """float64 `[q_len, group, head_dim]` of one request and KV head."""
+    work = inputs.workload
+    rows = slice(inputs.starts[request], inputs.starts[request + 1])
+    group = work.qo_heads // work.kv_heads
+    q = inputs.q[rows, head * group : (head + 1) * group].double()
+    paged = calls.paged
+    k = _keys(inputs, paged, inputs.pool_k, paged.k if paged else None, request, head).double()
+    v = _keys(inputs, paged, inputs.pool_v, paged.v if paged else None, request, head).double()
+    q_len, prefix = q.shape[0], work.all_prefixes[request]
+    seen = torch.ones(q_len, k.shape[0], dtype=torch.bool, device=inputs.device)
+    if calls.mask == "causal":
+        seen[:, prefix:] = torch.ones(q_len, q_len, dtype=torch.bool, device=inputs.device).tril()
+    else:
+        seen[:, prefix:] = inputs.tree_rows(request)
+    scores = torch.einsum("ihd,kd->ihk", q, k) * work.head_dim**-0.5
+    out = torch.softmax(scores.masked_fill(~seen[:, None], float("-inf")), dim=2) @ v
+    out[work.all_nodes[request] :] = 0
+    return out
+
+
+def gate(name: str, inputs: Inputs, calls: Calls) -> float:
+    """Run the first call and judge it.
+
+    Returns
+    -------
+    float
+        ``||out - ref|| / ||ref||`` over the sampled requests and heads.
+
+    Raises
+    ------
+    GateError
+        If a value is missing or not finite, or the error is above `LIMITS`.
+    """
+    work = inputs.workload
+    if calls.out is not None:
+        calls.out.fill_(float("nan"))
+    out = calls.calls[0]()
+    if not bool(torch.isfinite(out).all()):
+        row, head, dim = torch.nonzero(~torch.isfinite(out))[0].tolist()
+        raise GateError(f"{name} on {work.name()}: out[{row}, {head}, {dim}] is {float(out[row, head, dim])}")
+    requests = sorted({0, work.batch // 2, work.batch - 1})
+    heads = sorted({0, work.kv_heads - 1})
+    group = work.qo_heads // work.kv_heads
+    error = norm = 0.0
+    worst = (0.0, "")
+    for request in requests:
+        rows = slice(inputs.starts[request], inputs.starts[request + 1])
+        for head in heads:
+            want = _reference(inputs, calls, request, head)
+            got = out[rows, head * group : (head + 1) * group].double()
+            off, size = float((got - want).square().sum()), float(want.square().sum())
+            error, norm = error + off, norm + size
+            if off / max(size, 1e-300) >= worst[0]:
+                row = int((got - want).abs().amax(dim=(1, 2)).argmax())
+                worst = (off / max(size, 1e-300), f"request {request} KV head {head}, worst row {row}")
+    rel = math.sqrt(error / max(norm, 1e-300))
+    limit = LIMITS[inputs.dtype]
+    if not (rel <= limit and worst[0] ** 0.5 <= 2 * limit):
+        raise GateError(
+            f"{name} on {work.name()} ({calls.mask} mask): relative error {rel:.2e}, limit {limit:.0e}; {worst[1]}: "
+            f"{worst[0] ** 0.5:.2e}. No time is reported for a wrong result"
+        )
+    return rel

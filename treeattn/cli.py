@@ -1,0 +1,321 @@
+"""The command ``treeattn``: info, demo, check, bench.
+
+Exit status: 0 all right, 1 something is wrong (a check or a gate failed, a demo was not lossless), 2 the command line
+or a file cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["main"]
+
+OK, WRONG, USAGE = 0, 1, 2
+
+EPILOG = """\
+examples:
+  treeattn info                                   what works here, and which kernel a geometry gets
+  treeattn demo                                   decode with a real model and draft trees, compare with greedy
+  treeattn check --device cuda                    every backend of this GPU against float64
+  treeattn check --dump mine.pt                   judge tensors from your own integration
+  treeattn bench gqa --out h200.json              the 27 GQA shapes, beside FlashAttention-3 where it imports
+exit status: 0 all right, 1 something is wrong, 2 the command line or a file cannot be used
+"""
+
+CHECK_HELP = """\
+Random and adversarial verify steps (ragged batches, padding, shuffled pages, odd head dims, memory poisoned with NaN
+and Inf, guard regions) run plainly and through StaticBuffers, and are compared with attention in float64. The budget of
+an error is twice what plain PyTorch makes in the same dtype plus a few eps; a ratio above 1 is wrong. Every line about
+a case ends with the command that repeats it.
+
+examples:
+  treeattn check                                  all backends that work on the CPU, 100 random cases each
+  treeattn check --device cuda --backend triton --cases 1000 --seed 7
+  treeattn check --case 123 --dtype float16       one random case again
+  treeattn check --case word-stride               one adversarial case (--list names them)
+  treeattn check --inject-fault                   flip one mask bit a case: must end with exit status 1
+  treeattn check --dump mine.pt                   what is wrong in tensors from your own integration
+
+A dump is a dict saved with torch.save, with these keys (* = one of a choice, see the text):
+"""
+
+BENCH_HELP = """\
+Times are medians (with 20th and 80th percentile) of replays of a CUDA graph over rotating copies of K and V, so that L2
+is cold; no time appears before the same inputs pass a check against float64. floor = max(bytes / 4.28 TB/s, FLOP / 780
+TFLOP/s), the ceilings measured on an H200.
+
+  treeattn bench [SET ...]                        sets: {sets}
+  treeattn bench compare OLD.json NEW.json        what changed by more than its spread
+  treeattn bench plot RESULT.json [PICTURE.png]   needs matplotlib: pip install 'treeattn[bench]'
+
+examples:
+  treeattn bench gqa --out h200.json              with every provider that works here
+  treeattn bench small --device cpu --providers treeattn_torch sdpa
+  treeattn bench gqa --page-size 1 --providers treeattn_triton
+  treeattn bench --file mine.json                 your own: [{{"batch": 4, "q_len": 33, "prefix": 9000}}, ...]
+  treeattn bench compare old.json new.json --worse-than 1.05     exit status 1 if a row got 5 % slower
+"""
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _info(args: argparse.Namespace) -> int:
+    from . import info
+
+    found = info.gather(tuple(args.geometry or info.DEFAULT_GEOMETRIES), args.q_len, args.dtype, args.arch)
+    _say(json.dumps(found, indent=1) if args.json else info.render(found))
+    return OK
+
+
+def _check(args: argparse.Namespace) -> int:
+    if args.list:
+        from .testing.faults import ADVERSARIAL
+
+        for name, build in ADVERSARIAL.items():
+            _say(f"{name:24} {' '.join((build.__doc__ or '').split())}".rstrip())
+        return OK
+    if args.dump:
+        return _check_dump(args.dump)
+    import torch
+
+    from .check import run_check
+
+    report = run_check(
+        args.device,
+        args.backend,
+        cases=args.cases,
+        seed=args.seed,
+        case=args.case,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        inject_fault=args.inject_fault,
+        fail_fast=args.fail_fast,
+        progress=None if args.quiet else _progress,
+    )
+    for failure in report.failures[: args.show]:
+        _say(f"WRONG {failure}")
+    if len(report.failures) > args.show:
+        _say(f"... and {len(report.failures) - args.show} more")
+    if report.worst and report.ok:
+        _say(f"worst: {report.worst}")
+    verdict = "all right" if report.ok else f"{len(report.failures)} wrong"
+    took = f"{report.runs} runs on {args.device} in {report.seconds:.1f} s"
+    _say(f"{took}, worst error / budget {report.worst_ratio:.2f}: {verdict}")
+    if args.inject_fault:
+        _say(
+            "injected fault caught, as it must be"
+            if report.failures
+            else "injected fault NOT caught: this check is blind"
+        )
+    return OK if report.ok else WRONG
+
+
+def _check_dump(path: str) -> int:
+    from .dump import judge_dump, load_dump
+
+    report = judge_dump(load_dump(path))
+    for finding in report.findings:
+        _say(f"WRONG {finding}")
+    for note in report.notes:
+        _say(f"note: {note}")
+    _say(f"{path}: " + ("all right" if report.ok else f"{len(report.findings)} finding(s)"))
+    return OK if report.ok else WRONG
+
+
+def _demo(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    from .demo import run
+
+    return int(run.main(list(rest)))
+
+
+def _bench(args: argparse.Namespace) -> int:
+    words = args.words
+    if words and words[0] == "compare":
+        return _bench_compare(words[1:], args.worse_than)
+    if words and words[0] == "plot":
+        return _bench_plot(words[1:])
+    import torch
+
+    from .bench.gate import GateError
+    from .bench.providers import PROVIDERS
+    from .bench.report import table
+    from .bench.run import run_workloads, save
+    from .bench.workloads import load_workloads
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no CUDA device; --device cpu runs the set 'small' to show how it works")
+    on_gpu = device.type == "cuda"
+    sets = words or ([] if args.file else ["gqa" if on_gpu else "small"])
+    usual = ["treeattn_triton", "fa3_causal"] if on_gpu else ["treeattn_torch", "sdpa"]
+    providers = args.providers or usual
+    if unknown := [name for name in providers if name not in PROVIDERS]:
+        raise ValueError(f"no provider {', '.join(unknown)}; there are {', '.join(PROVIDERS)}")
+    work = load_workloads(sets, args.file, page_size=args.page_size, dtype=args.dtype, kv_layout=args.kv_layout)
+    try:
+        result = run_workloads(work, providers, device, progress=None if args.quiet else _progress)
+    except GateError as error:
+        _say(f"WRONG {error}")
+        return WRONG
+    for name, reason in result["left_out"].items():
+        _say(f"left out: {name}: {reason}")
+    env = result["env"]
+    _say(", ".join(f"{key} {env[key]}" for key in ("gpu", "driver", "torch", "triton", "git_rev", "date")))
+    _say(table(result["rows"]))
+    if args.out:
+        save(result, args.out)
+        _say(f"written: {args.out}")
+    return OK if result["rows"] else USAGE
+
+
+def _bench_compare(files: Sequence[str], worse_than: float | None) -> int:
+    from .bench.compare import compare_results, load_result
+
+    if len(files) != 2:
+        raise ValueError(f"bench compare takes two files, got {len(files)}")
+    text, worst = compare_results(load_result(files[0]), load_result(files[1]))
+    _say(text)
+    if worse_than is not None and worst > worse_than:
+        _say(f"WRONG the worst row is x{worst:.3f}, more than x{worse_than}")
+        return WRONG
+    return OK
+
+
+def _bench_plot(files: Sequence[str]) -> int:
+    from .bench.compare import load_result
+    from .bench.plots import plot_result
+
+    if len(files) not in (1, 2):
+        raise ValueError(f"bench plot takes a result and perhaps a picture's name, got {len(files)} names")
+    picture = files[1] if len(files) == 2 else str(Path(files[0]).with_suffix(".png"))
+    _say(f"written: {plot_result(load_result(files[0]), picture)}")
+    return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    from . import __version__
+
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="treeattn",
+        description="Attention kernels for tree verify in speculative decoding.",
+        epilog=EPILOG,
+        formatter_class=raw,
+    )
+    parser.add_argument("--version", action="version", version=f"treeattn {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_info(commands, raw)
+    demo = commands.add_parser(
+        "demo", help="decode a real model with draft trees and compare with greedy decoding", add_help=False
+    )
+    demo.set_defaults(run=_demo)
+    _add_check(commands, raw)
+    _add_bench(commands, raw)
+    return parser
+
+
+Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Formatter = type[argparse.RawDescriptionHelpFormatter]
+
+
+def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw: Formatter) -> None:
+    info = commands.add_parser(
+        "info",
+        help="versions, GPU, backends, and which kernel a geometry gets",
+        description="What works here and why not, and the kernel, tile, split and merge that a geometry gets.",
+        epilog="examples:\n  treeattn info --geometry 32/8/128 --q-len 65\n  treeattn info --arch 120 --json\n",
+        formatter_class=raw,
+    )
+    info.add_argument(
+        "--geometry",
+        action="append",
+        metavar="QO/KV/DIM",
+        help="heads and head dim, e.g. 32/8/128; repeatable",
+    )
+    info.add_argument("--q-len", type=int, default=17, help="declared max_q_len (default 17)")
+    info.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    info.add_argument(
+        "--arch", type=int, metavar="CC", help="describe another chip: compute capability times ten, e.g. 90"
+    )
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.set_defaults(run=_info)
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw: Formatter) -> None:
+    from .dump.judge import DUMP_KEYS
+
+    keys = "\n".join(f"  {key:22} {text}" for key, text in DUMP_KEYS.items())
+    check = commands.add_parser(
+        "check",
+        help="compare backends with float64 on hard inputs, or judge a dump of yours",
+        description=CHECK_HELP + keys,
+        formatter_class=raw,
+    )
+    check.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    check.add_argument(
+        "--backend", action="append", help="reference, torch or triton; repeatable; default: all that work"
+    )
+    check.add_argument("--cases", type=int, default=100, help="random cases per backend and dtype (default 100)")
+    check.add_argument("--seed", type=int, default=0, help="seed of the first random case; the next has seed + 1")
+    check.add_argument("--case", metavar="SEED|NAME", help="only this case")
+    check.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: all that the backend computes"
+    )
+    check.add_argument("--dump", metavar="FILE", help="judge tensors saved with torch.save instead")
+    check.add_argument(
+        "--inject-fault", action="store_true", help="flip one mask bit, to see the check fail (exit status 1)"
+    )
+    check.add_argument("--fail-fast", action="store_true", help="stop at the first wrong run")
+    check.add_argument("--show", type=int, default=10, metavar="N", help="print at most N wrong runs (default 10)")
+    check.add_argument("--list", action="store_true", help="name the adversarial cases")
+    check.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    check.set_defaults(run=_check)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw: Formatter) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time named workloads against their floor and FlashAttention-3",
+        description=BENCH_HELP.format(sets="gqa, ragged, pages, shapes, step, small"),
+        formatter_class=raw,
+    )
+    bench.add_argument(
+        "words", nargs="*", metavar="SET", help="workload sets, or compare OLD NEW, or plot RESULT [PICTURE]"
+    )
+    bench.add_argument("--providers", nargs="+", metavar="NAME",
+                       help="treeattn_triton, treeattn_torch, treeattn_reference, sdpa, fa3_causal")  # fmt: skip
+    bench.add_argument("--device", help="cuda where there is one, else cpu")
+    bench.add_argument("--file", metavar="JSON", help="your own workloads")
+    bench.add_argument("--page-size", type=int, help="for all workloads, instead of each set's own")
+    bench.add_argument("--kv-layout", choices=("NHD", "HND"))
+    bench.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
+    bench.add_argument("--out", metavar="JSON", help="write the result")
+    bench.add_argument("--worse-than", type=float, metavar="RATIO", help="compare: exit status 1 above this ratio")
+    bench.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    bench.set_defaults(run=_bench)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status (argparse exits by itself on a usage error, with 2)."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return USAGE
+    if rest and args.command != "demo":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    run: Callable[..., int] = args.run
+    try:
+        return run(args, rest) if args.command == "demo" else run(args)
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"treeattn {args.command}: {error}", file=sys.stderr)
+        return USAGE
