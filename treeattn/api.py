@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def _check_call(
             raise ValueError(
                 f"lse: expected [query rows, heads] = [{q.shape[0]}, {step.num_qo_heads}], got {list(lse.shape)}"
             )
-    strides = []
+    strides: list[int] = []
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         strides.extend(cache_strides(cache, step.kv.page_size, step.kv_layout, name))
         head_axis = 1 if cache.ndim == 3 or step.kv_layout == "HND" else 2
@@ -138,13 +139,13 @@ def tree_attention(
     TypeError, ValueError
         If a dtype or shape disagrees with the step; nothing has been written then.
     """
+    host = step.host
     key = (
-        q.shape, q.stride(), q.dtype, q.device, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape,
-        v_cache.stride(), v_cache.dtype, None if out is None else (out.shape, out.stride(), out.dtype),
-        None if lse is None else (lse.shape, lse.stride(), lse.dtype),
-        None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype),
+        q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape, v_cache.stride(),
+        v_cache.dtype, None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype),
         None if v_tree is None else (v_tree.shape, v_tree.stride(), v_tree.dtype),
-        None if step.host is None else step.host.rows,
+        None if out is None else (out.shape, out.stride(), out.dtype),
+        None if lse is None else (lse.shape, lse.stride(), lse.dtype), None if host is None else host.rows,
     )  # fmt: skip
     strides = step.checked.get(key)
     if strides is None:
@@ -155,13 +156,7 @@ def tree_attention(
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(step.head_dim)
     if step.backend == "triton":
-        if step.layout.total_q and step.layout.batch:
-            from .kernels.launch import launch_attention
-
-            launch_attention(
-                q, k_cache, v_cache, step, k_tree=k_tree, v_tree=v_tree, out=out, lse=lse, sm_scale=sm_scale,
-                zero_tail=zero_tail, strides=strides,
-            )  # fmt: skip
+        _run_triton(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, sm_scale, zero_tail, key, strides)
         return out
     if step.backend == "reference":
         from .reference import tree_attention_reference as run
@@ -174,3 +169,49 @@ def tree_attention(
         if lse is not None:
             lse[tail] = -torch.inf
     return out
+
+
+def _run_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: Step,
+    k_tree: Tensor | None,
+    v_tree: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    sm_scale: float,
+    zero_tail: bool,
+    shapes: tuple[Any, ...],
+    strides: tuple[int, ...],
+) -> None:
+    """Launch the kernels that were compiled for these shapes, strides and alignments; prepare them at the first call."""
+    if step.layout.batch == 0 or q.shape[0] == 0:
+        if zero_tail:
+            out.zero_()
+            if lse is not None:
+                lse.fill_(-torch.inf)
+        return
+    low_bits = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()
+    for extra in (k_tree, v_tree, lse):
+        if extra is not None:
+            low_bits |= extra.data_ptr()
+    aligned = low_bits % 16 == 0
+    key = (shapes, out.stride(), aligned or _alignments(q, k_cache, v_cache, k_tree, v_tree, out, lse), sm_scale < 0, zero_tail)
+    launch = step.launches.get(key)
+    if launch is None:
+        from .kernels.launch import LayerLaunch
+
+        launch = step.launches[key] = LayerLaunch(
+            step, q, k_tree, v_tree, out, lse, cache_strides=strides, negate=sm_scale < 0, zero_tail=zero_tail
+        )
+    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, sm_scale)
+    else:
+        launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, sm_scale)
+
+
+def _alignments(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Whether each tensor starts at a multiple of 16 bytes, which Triton compiles in."""
+    return tuple(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)

@@ -1,13 +1,14 @@
-"""Launching the Triton kernels with little host time.
+"""Launching the plan and the attention of a step with little host time.
 
-Triton's own dispatch costs about 10 µs a call, most of it to find the compiled kernel again. A layer's calls repeat with
-the same shapes, so :class:`Launch` keeps the compiled kernel and the arguments that stay, and passes the tensors of the
-call to the driver. What Triton specialises on (divisibility of strides and of addresses by 16) is part of the key
-under which callers keep a launch.
+Triton's own dispatch costs about 10 µs a call, most of it to find the compiled kernel again; handing it a tensor costs
+a driver call more than handing it an address. The calls of a layer repeat with the same shapes, so :class:`Launch` finds
+the kernel once and keeps every argument that stays. What Triton compiles in (divisibility of strides and addresses by
+16) is part of the key under which :func:`treeattn.tree_attention` keeps a :class:`LayerLaunch`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,133 +19,239 @@ from .. import backends
 from ..config import next_power_of_2
 from ..plan import Step
 from ..status import Status
-from .attention import attention_kernel, finish_kernel
+from .attention import attention_kernel
+from .finish import finish_kernel
 from .plan import plan_kernel
 
-PLAN_BLOCK = 16
+PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan places
+ZERO_ROWS = 16  # query rows that one program of the finish kernel looks at for padding
+FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 LOG2_E = 1.4426950408889634
 
 
 class Launch:
-    """A compiled kernel with a fixed grid and fixed trailing arguments."""
+    """A kernel with its grid, options and all arguments but the leading ones, which a call brings.
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], device: torch.device, options: dict[str, Any]) -> None:
-        self.kernel, self.grid, self.device, self.options = kernel, (*grid, 1, 1)[:3], device, options
-        self.compiled: Any = None
+    Parameters
+    ----------
+    kernel : triton.JITFunction
+    grid : tuple of int
+    device : torch.device
+    arguments : dict
+        Every parameter that stays, by name; tensors are kept alive.
+    options : dict
+        ``num_warps`` and the like.
+    """
 
-    def __call__(self, *args: Any, **constants: Any) -> None:
-        if self.compiled is None:
-            compiled = self.kernel[self.grid](*args, **constants, **self.options)
-            if not backends.interpreted():
-                self.compiled = compiled
-                self.constants = tuple(constants.values())
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        self.kernel, self.grid, self.device = kernel, (*grid, 1, 1)[:3], device
+        self.arguments, self.options = arguments, options
+        self.run: Callable[..., None] | None = None
+
+    def __call__(self, *leading: Any) -> None:
+        """Launch on the current stream; a leading tensor may be given as its address once the kernel is compiled."""
+        if self.run is None:
+            self._first(leading)
             return
-        compiled = self.compiled
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args,
-                     *self.constants)  # fmt: skip
+        self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *leading, *self.rest)
+
+    def _first(self, leading: tuple[Any, ...]) -> None:
+        names = self.kernel.arg_names
+        compiled = self.kernel[self.grid](**dict(zip(names, leading, strict=False)), **self.arguments, **self.options)
+        if backends.interpreted():
+            return
+        rest = (self.arguments[name] for name in names[len(leading) :])
+        self.rest = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in rest)
+        self.function, self.metadata, self.run = compiled.function, compiled.packed_metadata, compiled.run
 
 
 def launch_plan(step: Step) -> None:
     """Make the plan of a step, on the current stream."""
-    layout, kv, config, buffers = step.layout, step.kv, step.config, step.buffers
-    csr = kv.kv_indptr is not None
     launch = step.launches.get("plan")
     if launch is None:
-        grid = (triton.cdiv(step.num_programs, PLAN_BLOCK),)
-        launch = step.launches["plan"] = Launch(plan_kernel, grid, layout.device, {"num_warps": 4})
-    launch(
-        layout.prefix_lens, layout.num_nodes, layout.qo_indptr, kv.kv_indptr if csr else layout.qo_indptr,
-        layout.status, buffers.work, buffers.item_start, buffers.nodes, buffers.share,
-        layout.batch, kv.table.shape[-1], step.num_programs, config.min_share,
-        KV_CAPACITY_CODE=int(Status.KV_CAPACITY), WORK_CODE=int(Status.WORK),
-        GROUP=step.group, KV_HEADS=step.num_kv_heads,
-        TILE_ROWS=config.tile_rows, BLOCK_N=config.block_n, PAGE_SIZE=kv.page_size, CSR=csr,
-        NODES_IN_TABLE=step.nodes_in_table, BLOCK_B=max(16, next_power_of_2(layout.batch)), BLOCK_P=PLAN_BLOCK,
-    )  # fmt: skip
+        launch = step.launches["plan"] = _plan_launch(step)
+    launch()
 
 
-def alignment(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Whether each tensor starts at a multiple of 16 bytes, which Triton compiles in."""
-    return tuple(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
-def launch_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: Step,
-    *,
-    k_tree: Tensor | None,
-    v_tree: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    sm_scale: float,
-    zero_tail: bool,
-    strides: tuple[int, ...],
-) -> None:
-    """Run attention and its merge on the current stream; `strides` of the cache as page, slot, head of K, then of V."""
-    layout, kv, config, plan = step.layout, step.kv, step.config, step.buffers
-    fresh = k_tree is not None
+def _plan_launch(step: Step) -> Launch:
+    layout, kv, config, buffers = step.layout, step.kv, step.config, step.buffers
     csr = kv.kv_indptr is not None
-    key = (
-        strides, q.stride(), out.stride(), lse is None or lse.stride(), None if not fresh else (k_tree.stride(), v_tree.stride()),
-        alignment(q, k_cache, v_cache, k_tree, v_tree, out, lse), q.shape[0], zero_tail, sm_scale < 0,
-    )  # fmt: skip
-    pair = step.launches.get(key)
-    if pair is None:
-        pair = step.launches[key] = make_launches(step, q.shape[0])
-    attention, finish, items, by_item, chunks, chunk_rows = pair
-    wide = layout.max_q_len * max(map(abs, (q.stride(0), out.stride(0)))) >= 2**31
-    pdl = finish.options["launch_pdl"]
-    lse_strides = (0, 0) if lse is None else lse.stride()
-    attention(
-        q, k_cache, v_cache, k_tree if fresh else q, v_tree if fresh else q, out, lse if lse is not None else out,
-        plan.partial_out, plan.partial_lse, plan.work, plan.nodes, layout.prefix_lens, layout.qo_indptr,
-        step.words32, kv.kv_indptr if csr else layout.qo_indptr, kv.table,
-        kv.tree_slots if kv.tree_slots is not None else layout.qo_indptr, sm_scale * LOG2_E, q.shape[0],
-        2 * layout.num_words, kv.table.stride(0), q.stride(0), q.stride(1), *strides,
-        *((k_tree.stride(0), k_tree.stride(1), v_tree.stride(0), v_tree.stride(1)) if fresh else (0, 0, 0, 0)),
-        out.stride(0), out.stride(1), *lse_strides,
-        GROUP=step.group, KV_HEADS=step.num_kv_heads, HEAD_DIM=step.head_dim, PAGE_SIZE=kv.page_size, CSR=csr,
-        TREE_SLOTS=kv.tree_slots is not None, FRESH=fresh, HAS_LSE=lse is not None, NEGATE=sm_scale < 0, WIDE=wide, BLOCK_D=config.block_d,
-        BLOCK_M=config.block_m, BLOCK_R=config.block_r, BLOCK_N=config.block_n, STAGES=config.num_stages, PDL=pdl, SWAP_R=config.few_r,
-    )  # fmt: skip
-    finish(
-        out, lse if lse is not None else out, plan.partial_out, plan.partial_lse, plan.work, plan.item_start,
-        plan.nodes, plan.share, layout.prefix_lens, layout.qo_indptr, layout.row_request, q.shape[0],
-        step.num_qo_heads, items, max_row_tiles(step) * step.num_kv_heads, out.stride(0), out.stride(1), *lse_strides,
-        GROUP=step.group, KV_HEADS=step.num_kv_heads, HEAD_DIM=step.head_dim, ZERO_TAIL=zero_tail, BY_ITEM=by_item,
-        HAS_LSE=lse is not None, BLOCK_D=config.block_d, TILE_ROWS=config.tile_rows, BLOCK_N=config.block_n,
-        CHUNKS=chunks, CHUNK_ROWS=chunk_rows, CHUNK_PARTS=16 // chunk_rows, ZERO_ROWS=ZERO_ROWS, WIDE=wide, PDL=pdl,
-    )  # fmt: skip
+    arguments = {
+        "prefix_lens_ptr": layout.prefix_lens,
+        "num_nodes_ptr": layout.num_nodes,
+        "qo_indptr_ptr": layout.qo_indptr,
+        "kv_indptr_ptr": kv.kv_indptr if csr else layout.qo_indptr,
+        "status_ptr": layout.status,
+        "work_ptr": buffers.work,
+        "item_start_ptr": buffers.item_start,
+        "nodes_ptr": buffers.nodes,
+        "share_ptr": buffers.share,
+        "batch": layout.batch,
+        "max_pages": kv.table.shape[-1],
+        "num_programs": step.num_programs,
+        "min_share": config.min_share,
+        "KV_CAPACITY_CODE": int(Status.KV_CAPACITY),
+        "WORK_CODE": int(Status.WORK),
+        "GROUP": step.group,
+        "KV_HEADS": step.num_kv_heads,
+        "TILE_ROWS": config.tile_rows,
+        "BLOCK_N": config.block_n,
+        "PAGE_SIZE": kv.page_size,
+        "CSR": csr,
+        "NODES_IN_TABLE": step.nodes_in_table,
+        "BLOCK_B": max(16, next_power_of_2(layout.batch)),
+        "BLOCK_P": PLAN_BLOCK,
+    }
+    return Launch(plan_kernel, (triton.cdiv(step.num_programs, PLAN_BLOCK),), layout.device, arguments, {"num_warps": 4})
 
 
-ZERO_ROWS = 16
-FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts, not their number
-USE_PDL = True
+class LayerLaunch:
+    """The two launches of a layer call for one set of shapes, strides, dtypes and alignments.
+
+    Parameters
+    ----------
+    step : Step
+    q, out, lse, k_tree, v_tree
+        Tensors of the first such call, for their shapes and strides.
+    cache_strides : tuple of int
+        Page, slot and head stride of the K cache, then of the V cache, in elements.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        q: Tensor,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        *,
+        cache_strides: tuple[int, ...],
+        negate: bool,
+        zero_tail: bool,
+    ) -> None:
+        config = step.config
+        wide = step.layout.max_q_len * max(abs(q.stride(0)), abs(out.stride(0))) >= 2**31
+        pdl = backends.arch(step.layout.device) >= 90
+        rows = q.shape[0]
+        shared = {
+            "GROUP": step.group,
+            "KV_HEADS": step.num_kv_heads,
+            "HEAD_DIM": step.head_dim,
+            "HAS_LSE": lse is not None,
+            "BLOCK_D": config.block_d,
+            "BLOCK_N": config.block_n,
+            "WIDE": wide,
+            "PDL": pdl,
+            "total_q": rows,
+            "stride_out_row": out.stride(0),
+            "stride_out_head": out.stride(1),
+            "stride_lse_row": 0 if lse is None else lse.stride(0),
+            "stride_lse_head": 0 if lse is None else lse.stride(1),
+            "partial_out_ptr": step.buffers.partial_out,
+            "partial_lse_ptr": step.buffers.partial_lse,
+            "work_ptr": step.buffers.work,
+            "nodes_ptr": step.buffers.nodes,
+            "prefix_lens_ptr": step.layout.prefix_lens,
+            "qo_indptr_ptr": step.layout.qo_indptr,
+        }
+        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        if config.max_registers:
+            options["maxnreg"] = config.max_registers
+        arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, negate)
+        self.attention = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
+        arguments, programs = _finish_arguments(step, rows, zero_tail)
+        options = {"num_warps": 4, "launch_pdl": pdl} if pdl else {"num_warps": 4}
+        self.finish = Launch(finish_kernel, (programs,), step.layout.device, shared | arguments, options)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        sm_scale: float,
+    ) -> None:
+        """Attention of one layer, then its merge, on the current stream."""
+        if self.finish.run is None:
+            # Triton looks at the tensors themselves to compile
+            lse = out if lse is None else lse
+            tree = (q, q) if k_tree is None else (k_tree, v_tree)
+            self.attention(q, k_cache, v_cache, *tree, out, lse, sm_scale * LOG2_E)
+            self.finish(out, lse)
+            return
+        out_at = out.data_ptr()
+        lse_at = 0 if lse is None else lse.data_ptr()
+        if k_tree is None or v_tree is None:
+            k_tree_at = v_tree_at = 0
+        else:
+            k_tree_at, v_tree_at = k_tree.data_ptr(), v_tree.data_ptr()
+        self.attention(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), k_tree_at, v_tree_at, out_at, lse_at, sm_scale * LOG2_E
+        )
+        self.finish(out_at, lse_at)
 
 
-def max_row_tiles(step: Step) -> int:
-    """Row tiles of a request of the declared maximum width."""
-    return triton.cdiv(step.layout.max_q_len * step.group, step.config.tile_rows)
+def _attention_arguments(
+    step: Step, q: Tensor, k_tree: Tensor | None, v_tree: Tensor | None, cache_strides: tuple[int, ...], negate: bool
+) -> dict[str, Any]:
+    layout, kv, config = step.layout, step.kv, step.config
+    csr = kv.kv_indptr is not None
+    names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
+    return {
+        **{f"stride_{name}": stride for name, stride in zip(names, cache_strides, strict=True)},
+        "mask_words_ptr": step.words32,
+        "num_words": 2 * layout.num_words,
+        "kv_indptr_ptr": kv.kv_indptr if csr else layout.qo_indptr,
+        "table_ptr": kv.table,
+        "tree_slots_ptr": layout.qo_indptr if kv.tree_slots is None else kv.tree_slots,
+        "stride_table_request": kv.table.stride(0),
+        "stride_q_row": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "stride_k_tree_row": 0 if k_tree is None else k_tree.stride(0),
+        "stride_k_tree_head": 0 if k_tree is None else k_tree.stride(1),
+        "stride_v_tree_row": 0 if v_tree is None else v_tree.stride(0),
+        "stride_v_tree_head": 0 if v_tree is None else v_tree.stride(1),
+        "PAGE_SIZE": kv.page_size,
+        "CSR": csr,
+        "TREE_SLOTS": kv.tree_slots is not None,
+        "FRESH": k_tree is not None,
+        "NEGATE": negate,
+        "BLOCK_M": config.block_m,
+        "BLOCK_R": config.block_r,
+        "SWAP_R": config.few_r,
+        "STAGES": config.num_stages,
+    }
 
 
-def make_launches(step: Step, rows_q: int) -> tuple[Launch, Launch, int, bool, int, int]:
-    """The two launches of a layer call, and how the merge is divided: items or boundaries, row chunks of each
-    and rows of a chunk."""
+def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str, Any], int]:
+    """Arguments of the finish kernel, and its programs: merges of items or of boundaries, then padding."""
     layout, config = step.layout, step.config
-    items = layout.batch * max_row_tiles(step) * step.num_kv_heads
-    by_item = items < step.num_programs
-    merges = items if by_item else step.num_programs - 1
-    rows = min(config.tile_rows, layout.max_q_len * step.group)
-    chunk_rows = 1 if merges * rows <= FEW_MERGES else 4
-    chunks = triton.cdiv(rows, chunk_rows)
-    attention = Launch(
-        attention_kernel, (step.num_programs,), layout.device,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        | ({"maxnreg": config.max_registers} if config.max_registers else {}),
-    )  # fmt: skip
-    grid = (merges * chunks + triton.cdiv(rows_q, ZERO_ROWS),)
-    finish = Launch(finish_kernel, grid, layout.device, {"num_warps": 4, "launch_pdl": USE_PDL and backends.arch(layout.device) >= 90})
-    return attention, finish, merges, by_item, chunks, chunk_rows
+    items_a_request = triton.cdiv(layout.max_q_len * step.group, config.tile_rows) * step.num_kv_heads
+    by_item = layout.batch * items_a_request < step.num_programs
+    merges = layout.batch * items_a_request if by_item else step.num_programs - 1
+    tile_rows = min(config.tile_rows, layout.max_q_len * step.group)
+    chunk_rows = 1 if merges * tile_rows <= FEW_MERGES else 4
+    chunks = triton.cdiv(tile_rows, chunk_rows)
+    arguments = {
+        "item_start_ptr": step.buffers.item_start,
+        "share_ptr": step.buffers.share,
+        "row_request_ptr": layout.row_request,
+        "num_qo_heads": step.num_qo_heads,
+        "num_merges": merges,
+        "items_a_request": items_a_request,
+        "ZERO_TAIL": zero_tail,
+        "BY_ITEM": by_item,
+        "TILE_ROWS": config.tile_rows,
+        "CHUNKS": chunks,
+        "CHUNK_ROWS": chunk_rows,
+        "CHUNK_PARTS": 16 // chunk_rows,
+        "ZERO_ROWS": ZERO_ROWS,
+    }
+    return arguments, merges * chunks + triton.cdiv(rows, ZERO_ROWS)

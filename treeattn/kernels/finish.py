@@ -1,0 +1,169 @@
+"""What attention leaves to be done: merge the partials of items that were cut, and write padding rows.
+
+Launched behind ``attention_kernel`` on the same stream, on Hopper and later with programmatic dependent launch: its
+programs may start early, find out what they have to do, and wait there.
+"""
+
+import triton
+import triton.language as tl
+
+from .plan import (
+    BLOCK_E,
+    WORK_FIELDS,
+    WORK_FIRST_ROW,
+    WORK_KV_HEAD,
+    WORK_LEFT,
+    WORK_NODES,
+    WORK_PREFIX,
+    WORK_ROW_TILE,
+    WORK_ROW_TILES,
+    WORK_TILE,
+)
+from .tiles import head_base, normalise, store_out
+
+
+@triton.jit
+def zero_rows(out_ptr, lse_ptr, row, padding, heads, stride_out_row, stride_out_head, stride_lse_row,
+              stride_lse_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LSE: tl.constexpr):  # fmt: skip
+    """Out 0 and lse -inf in the rows that are padding."""
+    d = tl.arange(0, BLOCK_D)
+    row = row.to(tl.int64)
+    zero = tl.zeros([row.shape[0], BLOCK_D], out_ptr.dtype.element_ty)
+    empty = tl.full([row.shape[0]], -float("inf"), tl.float32)
+    for head in range(heads):
+        pointers = out_ptr + (row * stride_out_row + head * stride_out_head)[:, None] + d[None, :]
+        tl.store(pointers, zero, mask=padding[:, None] & (d < HEAD_DIM)[None, :])
+        if HAS_LSE:
+            tl.store(lse_ptr + row * stride_lse_row + head * stride_lse_head, empty, mask=padding)
+
+
+@triton.jit
+def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, TILE_ROWS: tl.constexpr,
+                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """Combine the partials that programs `first` to `last` left of an item's rows, in KV order."""
+    c = tl.arange(0, PARTS)
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([PARTS, local.shape[0], BLOCK_D], tl.float32)
+    top = tl.full([PARTS, local.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([PARTS, local.shape[0]], tl.float32)
+    for part in range(first, last + 1, PARTS):
+        program = part + c
+        slot = 2 * program + (program == first).to(tl.int32)
+        place = slot.to(tl.int64)[:, None] * TILE_ROWS + local[None, :]
+        there = (program <= last)[:, None] & valid[None, :]
+        lse2 = tl.load(partial_lse_ptr + place, mask=there, other=-float("inf"))
+        value = tl.load(partial_out_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
+                        mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0)  # fmt: skip
+        new_top = tl.maximum(top, lse2)
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weight = tl.exp2(lse2 - base)
+        decay = tl.exp2(top - base)
+        total = total * decay + weight
+        acc = acc * decay[:, :, None] + value * weight[:, :, None]
+        top = new_top
+    row_max = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(row_max == -float("inf"), 0.0, row_max)[None, :])
+    row_sum = tl.sum(total * weight, 0)
+    acc = tl.sum(acc * weight[:, :, None], 0)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def finish_kernel(
+    out_ptr,  # [total_q, num_qo_heads, head_dim]
+    lse_ptr,  # float32 [total_q, num_qo_heads] through stride_lse_*, written if HAS_LSE
+    partial_out_ptr,  # float32 [2 * num_programs, TILE_ROWS, head_dim]
+    partial_lse_ptr,  # float32 [2 * num_programs, TILE_ROWS], base 2
+    work_ptr,  # the plan
+    item_start_ptr,
+    nodes_ptr,
+    share_ptr,
+    prefix_lens_ptr,
+    qo_indptr_ptr,
+    row_request_ptr,  # int32 [total_q]
+    total_q,
+    num_qo_heads,
+    num_merges,  # items of the whole capacity, or boundaries between programs; CHUNKS programs each
+    items_a_request,
+    stride_out_row,
+    stride_out_head,
+    stride_lse_row,
+    stride_lse_head,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ZERO_TAIL: tl.constexpr,  # rows past qo_indptr[batch] are padding too
+    BY_ITEM: tl.constexpr,  # a merge per item; else one per boundary between two programs of the plan
+    HAS_LSE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr,
+    CHUNK_PARTS: tl.constexpr,
+    ZERO_ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,  # launched before attention_kernel has ended
+):
+    program = tl.program_id(0)
+    if program >= num_merges * CHUNKS:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        row = (program - num_merges * CHUNKS) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
+        owner = tl.load(row_request_ptr + row, mask=row < total_q, other=-1)
+        owned = owner >= 0
+        node = row - tl.load(qo_indptr_ptr + owner, mask=owned, other=0)
+        padding = owned & (node >= tl.load(nodes_ptr + owner, mask=owned, other=0))
+        if ZERO_TAIL:
+            padding = padding | ((row < total_q) & (owner < 0))
+        if tl.max(padding.to(tl.int32), 0) > 0:
+            zero_rows(out_ptr, lse_ptr, row, padding, num_qo_heads, stride_out_row, stride_out_head, stride_lse_row,
+                      stride_lse_head, HEAD_DIM, BLOCK_D, HAS_LSE)  # fmt: skip
+        return
+
+    index = program // CHUNKS
+    share = tl.load(share_ptr)
+    work = work_ptr + (index + 1) * WORK_FIELDS
+    if BY_ITEM:
+        request = index // items_a_request
+        item = index % items_a_request
+        start = tl.load(item_start_ptr + request)
+        nodes = tl.load(nodes_ptr + request)
+        prefix = tl.load(prefix_lens_ptr + request)
+        first_row = tl.load(qo_indptr_ptr + request)
+        row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, TILE_ROWS), 1)
+        kv_head = item // row_tiles
+        row_tile = item % row_tiles
+    else:
+        kv_head = tl.load(work + WORK_KV_HEAD)
+        row_tile = tl.load(work + WORK_ROW_TILE)
+        start = (index + 1) * share - tl.load(work + WORK_TILE)
+        nodes = tl.load(work + WORK_NODES)
+        prefix = tl.load(work + WORK_PREFIX)
+        first_row = tl.load(work + WORK_FIRST_ROW)
+        row_tiles = tl.load(work + WORK_ROW_TILES)
+    item_tiles = prefix // BLOCK_N + tl.cdiv(prefix % BLOCK_N, BLOCK_E) + tl.cdiv(nodes, BLOCK_E)
+    if BY_ITEM:
+        start += item * item_tiles
+        mine = (kv_head < KV_HEADS) & (nodes > 0)
+    else:
+        # the first boundary inside an item is the one that merges it
+        mine = (tl.load(work + WORK_TILE) > 0) & (start >= index * share) & (tl.load(work + WORK_LEFT) > 0)
+    first = start // share
+    last = (start + item_tiles - 1) // share
+    # every program waits, also those with nothing to do: what follows in the stream must find attention done
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if mine & (first < last):
+        tile_rows = tl.cdiv(nodes * GROUP, row_tiles)
+        local = program % CHUNKS * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
+        rows = row_tile * tile_rows + local
+        valid = (local < tile_rows) & (rows < tl.minimum(nodes, total_q - first_row) * GROUP)
+        if tl.max(valid.to(tl.int32), 0) > 0:
+            acc, row_max, row_sum = merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid,
+                                                TILE_ROWS, HEAD_DIM, BLOCK_D, CHUNK_PARTS)  # fmt: skip
+            acc, lse2 = normalise(acc, row_max, row_sum)
+            store_out(head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP),
+                      head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP), acc, lse2, rows,
+                      valid, stride_out_row, stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM, BLOCK_D,
+                      HAS_LSE, WIDE)  # fmt: skip

@@ -1,0 +1,174 @@
+"""The steps that the attention kernel is made of: rows and keys in, one tile of online softmax, rows out.
+
+Packed rows are node-major: row ``r`` of a KV head is node ``r // GROUP``, query head ``r % GROUP`` of that KV head.
+Scores are kept in base 2: ``sm_scale`` carries log2(e), log-sum-exps leave through :func:`store_out` in natural log.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def row_offsets(rows, stride_row, stride_head, GROUP: tl.constexpr, WIDE: tl.constexpr):
+    """Element offsets of packed rows from the first one of their request and KV head.
+
+    int32 unless WIDE (an offset inside one request may pass 2^31); unsigned, so that a power of two is a shift.
+    """
+    node = (rows.to(tl.uint32) // GROUP).to(tl.int32)
+    head = (rows.to(tl.uint32) % GROUP).to(tl.int32)
+    if WIDE:
+        return node.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
+    else:
+        return node * stride_row + head * stride_head
+
+
+@triton.jit
+def head_base(ptr, first_row, kv_head, stride_row, stride_head, GROUP: tl.constexpr):
+    """Where row 0 of a request's KV head is: 64-bit, once a tile."""
+    return ptr + first_row.to(tl.int64) * stride_row + (kv_head * GROUP).to(tl.int64) * stride_head
+
+
+@triton.jit
+def load_rows(base, offsets, valid, NEGATE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Packed query rows ``[rows, BLOCK_D]``, negated if asked; rows that are not valid are 0."""
+    d = tl.arange(0, BLOCK_D)
+    mask = valid[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    q = tl.load(base + offsets[:, None] + d[None, :], mask=mask, other=0.0)
+    if NEGATE:
+        q = -q
+    return q
+
+
+@triton.jit
+def page_offsets(table_ptr, position, valid, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
+    """Element offsets of logical positions through the page table; only valid positions read it."""
+    page = tl.load(table_ptr + position.to(tl.uint32) // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+    if PAGE_SIZE == 1:
+        return page * stride_page
+    return page * stride_page + (position % PAGE_SIZE) * stride_slot
+
+
+@triton.jit
+def tile_pages(table_ptr, tile, n, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page ids of a full prefix tile: one where the tile lies inside a page, else one for each of its keys."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(table_ptr + tile * BLOCK_N // PAGE_SIZE)
+    else:
+        return tl.load(table_ptr + (tile * BLOCK_N + n) // PAGE_SIZE)
+
+
+@triton.jit
+def tile_offsets(pages, tile, n, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets ``[BLOCK_N]`` of a full prefix tile, from its :func:`tile_pages`."""
+    if PAGE_SIZE == 1:
+        return pages.to(tl.int64) * stride_page
+    else:
+        return pages.to(tl.int64) * stride_page + ((tile * BLOCK_N + n) % PAGE_SIZE) * stride_slot
+
+
+@triton.jit
+def load_tile(ptr, offsets, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
+    """K or V rows ``[BLOCK_N, BLOCK_D]``. What is not valid is 0 and never read: a NaN there cannot poison."""
+    d = tl.arange(0, BLOCK_D)
+    pointers = ptr + offsets[:, None] + d[None, :]
+    if BOUNDED:
+        return tl.load(pointers, mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    if BLOCK_D != HEAD_DIM:
+        return tl.load(pointers, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def bit_or(a, b):
+    return a | b
+
+
+@triton.jit
+def tree_words(base, rows, valid, word, num_words, GROUP: tl.constexpr):
+    """32-bit mask word number `word` of each packed row; 0 for a row that does not exist."""
+    node = (rows.to(tl.uint32) // GROUP).to(tl.int32)
+    return tl.load(base + node * num_words + word, mask=valid, other=0)
+
+
+@triton.jit
+def attend(q, k, v, acc, row_max, row_sum, sees, sm_scale, MASKED: tl.constexpr):
+    """One KV tile of the online softmax; ``row_max`` is of the scores before ``sm_scale``, which must be positive.
+
+    ``sees`` is read only if MASKED.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(sees, scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    if MASKED:
+        # a row that has seen nothing yet keeps -inf as its maximum; -inf - -inf would be NaN
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    else:
+        base = new_max
+    base = base * sm_scale
+    weights = tl.exp2(scores * sm_scale - base[:, None])
+    decay = tl.exp2(row_max * sm_scale - base)
+    row_sum = row_sum * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def attend_few(q_t, k, v, acc_t, row_max, row_sum, sees_t, sm_scale, MASKED: tl.constexpr):
+    """:func:`attend` for a handful of rows, transposed: keys, then head dims, are the long side of the products.
+
+    The matrix unit's tile is 64 rows at least. With K (and V transposed) as the left operand a few query rows cost
+    their own number of columns, and K and V are read from the shared memory where the main rows have them.
+    """
+    scores = tl.dot(k, q_t, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(sees_t, scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 0))
+    if MASKED:
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    else:
+        base = new_max
+    base = base * sm_scale
+    weights = tl.exp2(scores * sm_scale - base[None, :])
+    decay = tl.exp2(row_max * sm_scale - base)
+    row_sum = row_sum * decay + tl.sum(weights, 0)
+    acc_t = tl.dot(tl.trans(v), weights.to(v.dtype), acc_t * decay[None, :], input_precision="ieee")
+    return acc_t, new_max, row_sum
+
+
+@triton.jit
+def normalise(acc, row_max, row_sum):
+    """Output and base-2 log-sum-exp of rows; 0 and -inf for a row that saw nothing."""
+    seen = row_sum > 0
+    total = tl.where(seen, row_sum, 1.0)
+    return acc * (1.0 / total)[:, None], tl.where(seen, row_max + tl.log2(total), -float("inf"))
+
+
+@triton.jit
+def store_out(out_base, lse_base, acc, lse2, rows, valid, stride_out_row, stride_out_head, stride_lse_row,
+              stride_lse_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+              HAS_LSE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Write finished rows to ``out`` and ``lse``."""
+    d = tl.arange(0, BLOCK_D)
+    mask = valid[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    offsets = row_offsets(rows, stride_out_row, stride_out_head, GROUP, WIDE)
+    tl.store(out_base + offsets[:, None] + d[None, :], acc.to(out_base.dtype.element_ty), mask=mask)
+    if HAS_LSE:
+        tl.store(lse_base + row_offsets(rows, stride_lse_row, stride_lse_head, GROUP, WIDE), lse2 * LN2, mask=valid)
+
+
+@triton.jit
+def store_partial(out_base, lse_base, acc, lse2, local_rows, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write a part of an item, float32, to its slot."""
+    d = tl.arange(0, BLOCK_D)
+    mask = valid[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    tl.store(out_base + (local_rows * HEAD_DIM)[:, None] + d[None, :], acc, mask=mask)
+    tl.store(lse_base + local_rows, lse2, mask=valid)
