@@ -27,6 +27,7 @@ PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan
 ZERO_ROWS = 16  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 LOG2_E = 1.4426950408889634
+PDL_ARCH = 90  # compute capability from which kernels may be launched ahead of the end of the one before
 
 
 class Launch:
@@ -135,7 +136,7 @@ class LayerLaunch:
     ) -> None:
         config = step.config
         wide = step.layout.max_q_len * max(abs(q.stride(0)), abs(out.stride(0))) >= 2**31
-        pdl = backends.arch(step.layout.device) >= 90
+        pdl = backends.arch(step.layout.device) >= PDL_ARCH
         rows = q.shape[0]
         shared = {
             "GROUP": step.group,

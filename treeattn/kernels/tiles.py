@@ -57,6 +57,11 @@ def tile_pages(table_ptr, tile, n, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexp
     """Page ids of a full prefix tile: one where the tile lies inside a page, else one for each of its keys."""
     if PAGE_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + tile * BLOCK_N // PAGE_SIZE)
+    elif BLOCK_N == 2 * PAGE_SIZE:
+        # two scalar loads cost less than one for each key
+        first = tl.load(table_ptr + tile * 2)
+        second = tl.load(table_ptr + tile * 2 + 1)
+        return tl.where(n < PAGE_SIZE, first, second)
     else:
         return tl.load(table_ptr + (tile * BLOCK_N + n) // PAGE_SIZE)
 
