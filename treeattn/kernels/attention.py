@@ -39,6 +39,7 @@ from .tiles import (
     row_offsets,
     store_out,
     store_partial,
+    tile_base,
     tile_offsets,
     tile_pages,
     tree_words,
@@ -93,7 +94,7 @@ def attention_kernel(
     FRESH: tl.constexpr,
     HAS_LSE: tl.constexpr,
     NEGATE: tl.constexpr,  # sm_scale is negative
-    WIDE: tl.constexpr,  # offsets inside one request may pass 2^31
+    WIDE: tl.constexpr,  # offsets inside one request, or inside one page, may pass 2^31
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -168,12 +169,14 @@ def attention_kernel(
             end_full = tl.minimum(last, full_tiles)
             pages = tile_pages(pages_ptr, tl.minimum(tile, tl.maximum(full_tiles - 1, 0)), n, PAGE_SIZE, BLOCK_N)
             for t in tl.range(tile, end_full, num_stages=STAGES):
-                k_off = tile_offsets(pages, t, n, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N)
-                v_off = tile_offsets(pages, t, n, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N)
+                k_off = tile_offsets(pages, t, n, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
+                v_off = tile_offsets(pages, t, n, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
+                k_base = tile_base(k_head_ptr, pages, t, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
+                v_base = tile_base(v_head_ptr, pages, t, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 pages = tile_pages(pages_ptr, tl.minimum(t + 1, end_full - 1), n, PAGE_SIZE, BLOCK_N)
                 row0 += zero
-                k = load_tile(k_head_ptr, k_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
-                v = load_tile(v_head_ptr, v_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
+                k = load_tile(k_base, k_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
+                v = load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
                 acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, valid, scale, False)
                 if BLOCK_R > 0:
                     if SWAP_R:

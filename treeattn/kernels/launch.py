@@ -135,7 +135,11 @@ class LayerLaunch:
         zero_tail: bool,
     ) -> None:
         config = step.config
-        wide = step.layout.max_q_len * max(abs(q.stride(0)), abs(out.stride(0))) >= 2**31
+        reach = (
+            step.layout.max_q_len * max(abs(q.stride(0)), abs(out.stride(0))),
+            step.kv.page_size * max(abs(cache_strides[1]), abs(cache_strides[4])),
+        )
+        wide = max(reach) >= 2**31
         pdl = backends.arch(step.layout.device) >= PDL_ARCH
         rows = q.shape[0]
         shared = {

@@ -67,12 +67,35 @@ def tile_pages(table_ptr, tile, n, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def tile_offsets(pages, tile, n, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Element offsets ``[BLOCK_N]`` of a full prefix tile, from its :func:`tile_pages`."""
-    if PAGE_SIZE == 1:
-        return pages.to(tl.int64) * stride_page
+def tile_base(ptr, pages, tile, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+              WIDE: tl.constexpr):  # fmt: skip
+    """Where a full prefix tile begins, if it lies in one page; else the cache itself."""
+    if PAGE_SIZE % BLOCK_N != 0:
+        return ptr
+    elif WIDE:
+        return ptr + pages.to(tl.int64) * stride_page
     else:
-        return pages.to(tl.int64) * stride_page + ((tile * BLOCK_N + n) % PAGE_SIZE) * stride_slot
+        return ptr + pages.to(tl.int64) * stride_page + tile * BLOCK_N % PAGE_SIZE * stride_slot
+
+
+@triton.jit
+def tile_offsets(pages, tile, n, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+                 WIDE: tl.constexpr):  # fmt: skip
+    """Element offsets ``[BLOCK_N]`` of a full prefix tile's keys from its :func:`tile_base`.
+
+    In a page that holds the tile they are the same for every tile, and the compiler takes them out of the loop.
+    """
+    if PAGE_SIZE % BLOCK_N == 0:
+        if WIDE:
+            return (tile * BLOCK_N % PAGE_SIZE + n).to(tl.int64) * stride_slot
+        else:
+            return n * stride_slot
+    elif PAGE_SIZE == 1:
+        return pages.to(tl.int64) * stride_page
+    elif BLOCK_N % PAGE_SIZE == 0:
+        return pages.to(tl.int64) * stride_page + n % PAGE_SIZE * stride_slot
+    else:
+        return pages.to(tl.int64) * stride_page + (tile * BLOCK_N + n) % PAGE_SIZE * stride_slot
 
 
 @triton.jit
