@@ -206,7 +206,7 @@ class PagedKV:
         """
         if source.page_size != self.page_size:
             raise ValueError(f"page_size is {source.page_size}, these addresses were made for {self.page_size}")
-        pairs = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for name in ("kv_indptr", "kv_indices", "block_table", "tree_slots"):
             own, new = getattr(self, name), getattr(source, name)
             if (own is None) != (new is None):
@@ -219,4 +219,4 @@ class PagedKV:
         for own, new in pairs:
             own[tuple(slice(0, size) for size in new.shape)].copy_(new)
             if own is self.kv_indptr:
-                own[new.shape[0] :].copy_(new[-1:].expand(own.shape[0] - new.shape[0]))
+                own[new.shape[0] :].copy_(new[-1:].expand(len(own) - len(new)))

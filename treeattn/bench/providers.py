@@ -98,18 +98,23 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
         return []
     length, q_len = inputs.lengths[0], work.q_len
     stride = inputs.blocks[0] * 128
-    q = inputs.q.view(work.batch, q_len, work.qo_heads, work.head_dim).transpose(1, 2)
-    mask = torch.ones(work.batch, 1, q_len, length, dtype=torch.bool, device=inputs.device)
+    group = work.qo_heads // work.kv_heads
+    mask = torch.ones(work.batch, 1, group, q_len, length, dtype=torch.bool, device=inputs.device)
     for request in range(work.batch):
-        mask[request, 0, :, work.prefix :] = inputs.tree_rows(request)
+        mask[request, 0, :, :, work.prefix :] = inputs.tree_rows(request)
+    mask = mask.view(work.batch, 1, group * q_len, length)
+    # the query heads of a KV head as rows: SDPA's own enable_gqa with a mask was wrong on the GPU (torch 2.11)
+    by_head = (work.batch, q_len, work.kv_heads, group, work.head_dim)
+    q = inputs.q.view(by_head).permute(0, 2, 3, 1, 4).reshape(work.batch, work.kv_heads, group * q_len, work.head_dim)
 
     def dense(pool: Tensor) -> Tensor:
         return pool.view(work.batch, stride, work.kv_heads, work.head_dim)[:, :length].transpose(1, 2)
 
     def call(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         def attend() -> Tensor:
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-            return out.transpose(1, 2).reshape(inputs.q.shape)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            rows = out.view(work.batch, work.kv_heads, group, q_len, work.head_dim)
+            return rows.permute(0, 3, 1, 2, 4).reshape(inputs.q.shape)
 
         return attend
 

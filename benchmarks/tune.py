@@ -1,0 +1,128 @@
+"""Time configurations of the Triton kernels that are not (yet) what ``select_config`` returns.
+
+    PYTHONPATH=. python benchmarks/tune.py --configs 128n64w8s3p1 64n64w4s3p2 64f16n64w4s2p2 --out tune.json
+
+A configuration is written ``<block_m>[f|r<block_r>]n<block_n>w<warps>s<stages>p<programs per SM>[m<min_share>]``: ``f``
+computes the extra rows transposed, ``r`` does not. Every one passes the benchmark's gate on the inputs that are timed.
+Kernels are compiled beforehand in a pool of processes, and the peers of ``treeattn bench`` stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import treeattn
+from treeattn.bench.gate import gate
+from treeattn.bench.inputs import COLD_BYTES, Inputs
+from treeattn.bench.providers import PROVIDERS, Calls, group_args, kv_of, unavailable
+from treeattn.bench.run import environment
+from treeattn.bench.timing import time_graph
+from treeattn.bench.workloads import Workload, load_workloads
+from treeattn.config import KernelConfig, next_power_of_2
+
+PATTERN = re.compile(r"(\d+)(?:([fr])(\d+))?n(\d+)w(\d+)s(\d+)p(\d+)(?:m(\d+))?$")
+
+
+def parse_config(text: str, head_dim: int) -> KernelConfig:
+    """Read a configuration as written in the module's docstring."""
+    found = PATTERN.match(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not <block_m>[f|r<block_r>]n<block_n>w<warps>s<stages>p<programs per SM>[m<share>]")
+    block_m, kind, block_r, block_n, warps, stages, programs, share = found.groups()
+    return KernelConfig(
+        block_m=int(block_m), block_r=int(block_r or 0), few_r=kind == "f", block_n=int(block_n),
+        block_d=max(16, next_power_of_2(head_dim)), num_warps=int(warps), num_stages=int(stages),
+        programs_per_sm=int(programs), min_share=int(share or 2), reason="tuning",
+    )  # fmt: skip
+
+
+def tree_calls(inputs: Inputs, config: KernelConfig) -> Calls:
+    """Calls of the Triton backend with a configuration of the caller's choice."""
+    work = inputs.workload
+    paged = inputs.paged(work.page_size, work.kv_layout)
+    args = inputs.layout_args()
+    if not inputs.uniform:
+        args["max_q_len"] = max(work.all_q_lens)
+    layout = treeattn.TreeLayout.from_parents(**args)
+    step = treeattn.plan(layout, kv_of(paged, inputs.lengths), backend="triton", config=config, **group_args(inputs))
+    out = torch.empty_like(inputs.q)
+    calls = [
+        lambda k=k, v=v: treeattn.tree_attention(inputs.q, k, v, step, out=out)
+        for k, v in zip(paged.k, paged.v, strict=True)
+    ]
+    return Calls(calls, "tree", paged, work.page_size, out)
+
+
+def compile_ahead(job: tuple[Workload, str]) -> str | None:
+    """Compile a configuration on a small workload of the same geometry; says what went wrong."""
+    work, text = job
+    try:
+        inputs = Inputs(replace(work, batch=1, prefix=256), torch.device("cuda"), cold_bytes=0)
+        tree_calls(inputs, parse_config(text, work.head_dim)).calls[0]()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{text}: {type(error).__name__}: {str(error)[:300]}"
+    return None
+
+
+def measure(work: Workload, configs: list[str], peers: list[str]) -> dict[str, Any]:
+    """Microseconds of each configuration and peer on a workload; NaN for what fails the gate."""
+    inputs = Inputs(work, torch.device("cuda"), COLD_BYTES)
+    times: dict[str, float] = {}
+    for name in peers:
+        variants = PROVIDERS[name](inputs)
+        if variants:
+            times[name] = min(time_graph(variant.calls).us for variant in variants)
+    for text in configs:
+        try:
+            calls = tree_calls(inputs, parse_config(text, work.head_dim))
+            gate(text, inputs, calls)
+            times[text] = time_graph(calls.calls).us
+        except Exception as error:
+            print(f"{text} on {work.name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+    return {"workload": work.name, "floor_us": work.floor_us, "us": times}
+
+
+def main() -> int:
+    """Compile, measure, print a line for each workload and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", nargs="+", required=True)
+    parser.add_argument("--sets", nargs="+", default=["gqa"], help="workload sets of treeattn bench")
+    parser.add_argument("--rows", nargs="+", type=int, help="indices into the sets, all by default")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    works = load_workloads(args.sets)
+    works = works if args.rows is None else [works[index] for index in args.rows]
+    for work in works:
+        for text in args.configs:
+            parse_config(text, work.head_dim)
+    jobs = {(w.qo_heads, w.kv_heads, w.head_dim, w.q_len, text): (w, text) for w in works for text in args.configs}
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
+        for problem in pool.map(compile_ahead, jobs.values()):
+            if problem:
+                print(problem, file=sys.stderr)
+    device = torch.device("cuda")
+    peers = [name for name in ("fa3_causal",) if unavailable(name, device) is None]
+    rows = []
+    for work in works:
+        rows.append(measure(work, args.configs, peers))
+        ranked = sorted(rows[-1]["us"].items(), key=lambda item: item[1])
+        print(f"{work.name} floor {work.floor_us:.1f} | " + "  ".join(f"{n} {us:.1f}" for n, us in ranked), flush=True)
+        torch.cuda.empty_cache()
+    if args.out is not None:
+        args.out.write_text(json.dumps({"env": environment(device), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
