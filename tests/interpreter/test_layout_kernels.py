@@ -59,6 +59,13 @@ def compare(device: torch.device, capacity: tuple[int, int, int], **step: Any) -
     return layout
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_flat_parents_of_one_width(device: torch.device, stride: int) -> None:
+    parents = torch.tensor([-1, 0, 0, 1, -1, 0, 1, 2]).repeat_interleave(stride)[::stride]
+    layout = compare(device, (3, 5, 14), batch=2, prefix_lens=torch.tensor([3, 4]), parents=parents, q_len=4)
+    assert layout.mask_words[:8].flatten().tolist() == [1, 3, 5, 11, 1, 3, 7, 15]
+
+
 @st.composite
 def forests(draw: st.DrawFn, max_nodes: int = 20) -> dict[str, Any]:
     """Arguments of a ragged step, some requests malformed, and the capacity around it."""
