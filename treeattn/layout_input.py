@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from treeattn.masks import full_indptr, packed_indptr, tree_indptr
+from treeattn.masks import MAX_PREFIX, full_indptr, packed_indptr, tree_indptr
 from treeattn.status import Status, status_error
 from treeattn.tree import validate_parents
 
@@ -234,7 +234,7 @@ def validate_input(source: LayoutInput, layout: TreeLayout) -> None:
     qo = _validated_qo(source, layout)
     widths = [b - a for a, b in itertools.pairwise(qo)]
     for b, prefix in enumerate(source.prefix_lens[: source.batch].tolist()):
-        if prefix < 0:
+        if not 0 <= prefix <= MAX_PREFIX:
             raise status_error((Status.PREFIX_LEN, b, 0, prefix))
     nodes: list[int] = widths if source.num_nodes is None else source.num_nodes[: source.batch].tolist()
     if source.kind == "parents" and source.data is not None:
