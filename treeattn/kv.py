@@ -117,6 +117,10 @@ class PagedKV:
                 raise ValueError(f"{name} must have {axes} axes, got shape {tuple(tensor.shape)}")
             if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 raise ValueError(f"{name} must be contiguous along its last axis, its stride is {tensor.stride(-1)}")
+            if tensor.device != self.device:
+                raise ValueError(f"{name} is on {tensor.device}, the page ids are on {self.device}")
+        if self.kv_indptr is not None and self.kv_indptr.shape[0] == 0:
+            raise ValueError("kv_indptr must have batch + 1 entries, got 0")
 
     @property
     def batch(self) -> int:
@@ -138,12 +142,14 @@ class PagedKV:
         return self.table.device
 
     def pages_of(self, request: int) -> Tensor:
-        """Page ids of a request (host read of ``kv_indptr`` in the CSR form)."""
+        """Page ids of a request (host read of ``kv_indptr`` in the CSR form); none where its range is not inside."""
         if self.block_table is not None:
             return self.block_table[request]
         if self.kv_indptr is None or self.kv_indices is None:
             raise ValueError("PagedKV holds no table")
         start, end = int(self.kv_indptr[request]), int(self.kv_indptr[request + 1])
+        if not 0 <= start <= end <= self.kv_indices.shape[0]:
+            return self.kv_indices[:0]
         return self.kv_indices[start:end]
 
     def slots_of(self, request: int, positions: Tensor) -> Tensor:

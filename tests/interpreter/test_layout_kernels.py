@@ -71,7 +71,7 @@ def test_flat_parents_of_one_width(device: torch.device, stride: int) -> None:
 def test_a_prefix_that_is_no_int32_is_an_empty_request(device: torch.device, prefix: int, form: str) -> None:
     step: dict[str, Any] = {"parents": torch.tensor([[-1, 0], [-1, 0], [-1, 0]])}
     if form == "full":
-        visible = [1, 1, 0] + [1, 1, 1] + [1, 0, 1, 1] + [1, 1, 1] + [1, 1, 1]
+        visible = [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]  # blocks of 2 x 3, 2 x 2 and 2 x 3
         step = {"mask": torch.tensor(visible, dtype=torch.uint8), "form": "full", "q_len": 2}
     layout = compare(device, (3, 2, 6), batch=3, prefix_lens=torch.tensor([1, prefix, 1]), **step)
     assert layout.num_nodes.tolist()[1] == 0
