@@ -201,15 +201,25 @@ class PagedKV:
         return cls(page_size=page_size, block_table=zeros(max_batch, max_pages_per_request or 0), tree_slots=slots)
 
     def copy_(self, source: PagedKV) -> None:
-        """Copy a step's addresses into this object's memory; the tail of ``kv_indptr`` repeats its last entry.
+        """Copy a step's addresses into this object's memory; nothing of the step before is left.
 
-        Nothing is copied where `source` has the same memory. No host read; capturable.
+        The tail of ``kv_indptr`` repeats its last entry, rows of a block table narrower than the room end in 0. Nothing
+        is copied where `source` has the same memory. No host read; capturable.
 
         Raises
         ------
         ValueError
             If the forms differ or the source exceeds this object's capacity; nothing has been written then.
         """
+        for own, new in self.check_fits(source):
+            own[tuple(slice(0, size) for size in new.shape)].copy_(new)
+            if own is self.kv_indptr:
+                own[new.shape[0] :].copy_(new[-1:].expand(own.shape[0] - new.shape[0]))
+            if own is self.block_table:
+                own[: new.shape[0], new.shape[1] :].zero_()
+
+    def check_fits(self, source: PagedKV) -> list[tuple[Tensor, Tensor]]:
+        """Raise ValueError unless :meth:`copy_` can take `source`; returns what is to be copied, (own, new)."""
         if source.page_size != self.page_size:
             raise ValueError(f"page_size is {source.page_size}, these addresses were made for {self.page_size}")
         pairs = []
@@ -222,7 +232,4 @@ class PagedKV:
             if any(size > room for size, room in zip(new.shape, own.shape, strict=True)):
                 raise ValueError(f"{name} of shape {tuple(new.shape)} exceeds the capacity {tuple(own.shape)}")
             pairs.append((own, new))
-        for own, new in pairs:
-            own[tuple(slice(0, size) for size in new.shape)].copy_(new)
-            if own is self.kv_indptr:
-                own[new.shape[0] :].copy_(new[-1:].expand(own.shape[0] - new.shape[0]))
+        return pairs
