@@ -36,7 +36,8 @@ REFUSED = {
     "too wide": (step(q_len=17), table(3, 4), "a verify width of 17 exceeds these buffers' max_q_len 8"),
     "num_nodes": (step(num_nodes=torch.tensor([1])), table(3, 4), "num_nodes has 1 entries, this batch needs 3"),
     "mask size": (
-        step(parents=None, q_len=4, form="tree", mask=torch.ones(77, dtype=torch.bool)), table(3, 4), "48 .*, got 77"
+        {"mask": torch.ones(77, dtype=torch.bool), "form": "tree", "q_len": 4, "prefix_lens": torch.tensor([1, 2, 3])},
+        table(3, 4), "48 elements, got 77",
     ),
     "few requests": (step(), table(2, 4), "kv covers 2 requests, the step has 3"),
     "few slots": (step(q_len=5), table(3, 4), "kv has 12 tree_slots, the step has 15 query rows"),
