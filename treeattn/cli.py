@@ -284,7 +284,9 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
     check.add_argument(
         "--backend", action="append", help="reference, torch or triton; repeatable; default: all that work"
     )
-    check.add_argument("--cases", type=_at_least(0), default=100, help="random cases per backend and dtype (default 100)")
+    check.add_argument(
+        "--cases", type=_at_least(0), default=100, help="random cases per backend and dtype (default 100)"
+    )
     check.add_argument("--seed", type=int, default=0, help="seed of the first random case; the next has seed + 1")
     check.add_argument("--case", metavar="SEED|NAME", help="only this case")
     check.add_argument(
@@ -295,7 +297,9 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
         "--inject-fault", action="store_true", help="flip one mask bit, to see the check fail (exit status 1)"
     )
     check.add_argument("--fail-fast", action="store_true", help="stop at the first wrong run")
-    check.add_argument("--show", type=_at_least(0), default=10, metavar="N", help="print at most N wrong runs (default 10)")
+    check.add_argument(
+        "--show", type=_at_least(0), default=10, metavar="N", help="print at most N wrong runs (default 10)"
+    )
     check.add_argument("--list", action="store_true", help="name the adversarial cases")
     check.add_argument("--quiet", action="store_true", help="no progress on stderr")
     check.set_defaults(run=_check)
