@@ -119,3 +119,25 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "no-such-set", "--device", "cpu") == 2
     assert run("bench", "--providers", "magic") == 2
     assert run("bench", "compare", str(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("check --device foo", "'foo' is no device; take cpu, cuda or cuda:N"),
+        ("check --cases -1", "-1 is too small, must be 0 or more"),
+        ("info --q-len 0", "0 is too small, must be 1 or more"),
+        ("info --arch 5", "5 is too small, must be 80 or more"),
+        ("bench --device cuda:x", "'cuda:x' is no device"),
+    ],
+)
+def test_arguments_that_mean_nothing(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "junk.pt"
+    path.write_text("junk")
+    assert run("check", "--dump", str(path)) == 2
+    assert "cannot be read as torch.save's file" in capsys.readouterr().err

@@ -202,6 +202,8 @@ def test_what_cannot_be_had_is_said(capsys, monkeypatch):
     assert demo.main(demo_args("--backend", "nonesuch")) == 2
     assert "no such backend" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert demo.main(demo_args("--device", "nope")) == 2
+    assert "--device nope: take cpu or cuda" in capsys.readouterr().err
     assert demo.main(demo_args("--device", "cuda")) == 2
     assert "torch sees no CUDA device" in capsys.readouterr().err
     monkeypatch.setattr("treeattn.demo.model.weights_path", lambda: None)

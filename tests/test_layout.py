@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from treeattn.layout import TreeLayout, write_layout_
+from treeattn.layout_input import MaskForm
 from treeattn.masks import pack_words, unpack_words
 from treeattn.tree import parents_from_paths
 
@@ -406,6 +407,36 @@ def test_host_errors() -> None:
         TreeLayout.from_mask(torch.ones(4, 8, dtype=torch.bool)[:, ::2], "tree", [1], q_len=4)
     with pytest.raises(ValueError, match="q_len"):
         TreeLayout.chain([1])
+
+
+def test_words_have_a_bit_for_every_row_and_a_row_for_every_row(device: torch.device) -> None:
+    words = torch.ones(34, 1, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="words of 2 requests of 8 rows have 16 rows, got 34"):
+        TreeLayout.from_mask(words, "words", [3, 3], q_len=8)
+    with pytest.raises(ValueError, match="words have 1 x 64 bits a row, requests of 65 rows need 65"):
+        TreeLayout.from_mask(words.new_ones(65, 1), "words", [3], q_len=65)
+
+
+@pytest.mark.parametrize("form", ["tree", "full", "packed", "bias", "words"])
+def test_validation_finds_bits_beyond_num_nodes(device: torch.device, form: MaskForm) -> None:
+    causal = torch.ones(4, 4, device=device).tril()
+    sees = causal.clone()
+    sees[1, 2] = 1
+    full = torch.cat([torch.cat([torch.ones(4, 3, device=device), one], 1).reshape(-1) for one in (causal, sees)])
+    eight = 2 ** torch.arange(8, device=device)
+    mask = {
+        "tree": torch.stack([causal, sees]).reshape(-1).to(torch.uint8),
+        "full": full.to(torch.uint8),
+        "packed": (torch.nn.functional.pad(full.view(2, 28), (0, 4)).view(-1, 8) * eight).sum(1).to(torch.uint8),
+        "bias": torch.zeros(56, device=device).masked_fill(full == 0, -torch.inf),
+        "words": (torch.cat([causal, sees]) * eight[:4]).sum(1, keepdim=True).to(torch.int64),
+    }[form]
+    layout = TreeLayout.from_mask(mask, form, [3, 3], q_len=4, num_nodes=[4, 4], validate=True)
+    assert layout.num_nodes.tolist() == [4, 4]
+    with pytest.raises(ValueError, match="request 1, row 1: sees node 2, but num_nodes is 2"):
+        TreeLayout.from_mask(mask, form, [3, 3], q_len=4, num_nodes=[4, 2], validate=True)
+    layout = TreeLayout.from_mask(mask, form, [3, 3], q_len=4, num_nodes=[4, 2], validate=False)
+    assert layout.mask_words.flatten().tolist() == [1, 3, 7, 15, 1, 3, 0, 0]
 
 
 @pytest.mark.gpu

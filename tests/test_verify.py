@@ -251,3 +251,41 @@ def test_errors() -> None:
     rows[1, 1] = 4
     with pytest.raises(ValueError, match="accepted row 1 is 4"):
         compact_kv_(torch.zeros(4, 2, 1, 2), kv, layout, rows, lens)
+
+
+def test_compact_names_what_the_addresses_lack() -> None:
+    layout = TreeLayout.from_parents(torch.tensor([[-1, 0, 0, 1]] * 2), [5, 3])
+    cache = torch.arange(24.0).view(6, 4, 1, 1)
+    before = cache.clone()
+    table = torch.tensor([[0, 1], [3, 4]])
+    whole = PagedKV(page_size=4, block_table=torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    rows, lens = torch.tensor([[0, 3], [0, 3]]), torch.tensor([2, 2])
+
+    def refused(message: str, kv: PagedKV, lens: Tensor = lens, **rest: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            compact_kv_(cache, kv, layout, rows, lens, **rest)
+        assert torch.equal(cache, before)
+
+    refused("request 0: needs 9 cache entries, .* has 8", PagedKV(page_size=4, block_table=table))
+    refused("request 0: lens is 4, but rows has 2 columns", whole, torch.tensor([4, 2]))
+    refused("kv_layout must be 'NHD' or 'HND', got 'nhd'", whole, kv_layout="nhd")
+    refused("backend must be None, 'torch' or 'triton', got 'cuda'", whole, backend="cuda")
+    refused("KV addresses are on meta, the layout on cpu", PagedKV(page_size=4, block_table=table.to("meta")))
+    slots = torch.tensor([8, 9, 10, 11, 12, -3, 14, 15])
+    refused("tree_slots has 5 entries, the layout has 8", PagedKV(page_size=4, block_table=table, tree_slots=slots[:5]))
+    refused("request 1: row 1 is at token slot -3", PagedKV(page_size=4, block_table=table, tree_slots=slots))
+
+
+@pytest.mark.parametrize("indptr", [[0, 3, 7], [0, 3, 2], [0, -3, 6], [-3, 3, 6]])
+def test_a_csr_range_outside_the_table_holds_no_pages(indptr: list[int]) -> None:
+    kv = PagedKV(page_size=2, kv_indptr=torch.tensor(indptr), kv_indices=torch.arange(6))
+    sound = [0 <= a <= b <= 6 for a, b in itertools.pairwise(indptr)]
+    assert [kv.pages_of(b).numel() > 0 for b in range(2)] == sound
+
+
+def test_addresses_are_on_one_device() -> None:
+    indices = torch.arange(6)
+    with pytest.raises(ValueError, match="kv_indptr is on meta, the page ids are on cpu"):
+        PagedKV(kv_indptr=torch.zeros(2, dtype=torch.int32, device="meta"), kv_indices=indices)
+    with pytest.raises(ValueError, match=r"batch \+ 1 entries, got 0"):
+        PagedKV(kv_indptr=indices[:0], kv_indices=indices)

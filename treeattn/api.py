@@ -82,6 +82,10 @@ def _check_call(
             raise ValueError(
                 f"lse: expected [query rows, heads] = [{q.shape[0]}, {step.num_qo_heads}], got {list(lse.shape)}"
             )
+    for name in ("out", "lse"):
+        tensor = named[name]
+        if tensor is not None and any(n > 1 and step_ == 0 for n, step_ in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(f"{name} is written, so its elements must not share memory; its strides are {tensor.stride()}")
     strides: list[int] = []
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         strides.extend(cache_strides(cache, step.kv.page_size, step.kv_layout, name))
@@ -91,6 +95,9 @@ def _check_call(
                 f"{name} has {cache.shape[head_axis]} heads of {cache.shape[-1]} in {list(cache.shape)}, "
                 f"the step was planned for {step.num_kv_heads} heads of {step.head_dim}"
             )
+    if k_cache.shape[0] != v_cache.shape[0]:
+        what = "token slots" if k_cache.ndim == 3 else "pages"
+        raise ValueError(f"k_cache has {k_cache.shape[0]} {what}, v_cache has {v_cache.shape[0]}: one table addresses both")
     return tuple(strides)
 
 
@@ -141,11 +148,11 @@ def tree_attention(
     """
     host = step.host
     key = (
-        q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape, v_cache.stride(),
-        v_cache.dtype, None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype),
-        None if v_tree is None else (v_tree.shape, v_tree.stride(), v_tree.dtype),
-        None if out is None else (out.shape, out.stride(), out.dtype),
-        None if lse is None else (lse.shape, lse.stride(), lse.dtype), None if host is None else host.rows,
+        q.device, k_cache.device, v_cache.device, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape, v_cache.stride(),
+        v_cache.dtype, None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype, k_tree.device),
+        None if v_tree is None else (v_tree.shape, v_tree.stride(), v_tree.dtype, v_tree.device),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device), None if host is None else host.rows,
     )  # fmt: skip
     strides = step.checked.get(key)
     if strides is None:
@@ -197,7 +204,8 @@ def _run_triton(
         if extra is not None:
             low_bits |= extra.data_ptr()
     aligned = low_bits % 16 == 0
-    key = (shapes, out.stride(), aligned or _alignments(q, k_cache, v_cache, k_tree, v_tree, out, lse), sm_scale < 0, zero_tail)
+    alignment = aligned or _alignments(q, k_cache, v_cache, k_tree, v_tree, out, lse)
+    key = (shapes, out.stride(), alignment, sm_scale < 0, zero_tail)
     launch = step.launches.get(key)
     if launch is None:
         from .kernels.launch import LayerLaunch

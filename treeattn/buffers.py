@@ -121,14 +121,23 @@ class StaticBuffers:
         if (parents is not None) + (mask is not None) + chain != 1:
             raise ValueError("give one of parents, mask (with form) or chain=True")
         batch, width, rows = self._check_capacity(prefix_lens, parents, qo_indptr, q_len)
+        owned = {id(group.kv): group.kv for group in self.groups}.values() if kv is not None else ()
         if kv is not None:
-            for own in {id(group.kv): group.kv for group in self.groups}.values():
-                own.copy_(kv)
+            if kv.batch < batch:
+                raise ValueError(f"kv covers {kv.batch} requests, the step has {batch}")
+            if kv.tree_slots is not None and rows is not None and kv.tree_slots.shape[0] < rows:
+                raise ValueError(f"kv has {kv.tree_slots.shape[0]} tree_slots, the step has {rows} query rows")
+            for own in owned:
+                own.check_fits(kv)
+        # its checks come before it writes, so addresses are copied after it
         write_layout_(
             self.layout, parents=parents, mask=mask, form=form, prefix_lens=prefix_lens,
             num_nodes=num_nodes, qo_indptr=qo_indptr, q_len=width, positions=positions, mask_indptr=mask_indptr,
             batch=batch,
         )  # fmt: skip
+        if kv is not None:
+            for own in owned:
+                own.copy_(kv)
         self.host.batch, self.host.q_len, self.host.rows = batch, width, rows
         for group in self.groups:
             update_plan_(group)
@@ -138,7 +147,11 @@ class StaticBuffers:
     ) -> tuple[int, int | None, int | None]:
         """``batch``, uniform width and rows of a step, as far as the host knows them, within capacity."""
         layout = self.layout
+        if not isinstance(prefix_lens, Tensor):
+            raise TypeError(f"prefix_lens must be a tensor on {layout.device}, got {type(prefix_lens).__name__}")
         batch = prefix_lens.shape[0]
+        if parents is not None and parents.ndim == 2 and parents.shape[0] != batch:
+            raise ValueError(f"parents has {parents.shape[0]} requests, prefix_lens has {batch}")
         if batch > layout.batch:
             raise ValueError(f"{batch} requests exceed max_batch {layout.batch}")
         width = q_len

@@ -69,6 +69,26 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _at_least(low: int) -> Callable[[str], int]:
+    """An argument type: an int that is `low` or more."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value} is too small, must be {low} or more")
+        return value
+
+    return number
+
+
+def _device(text: str) -> str:
+    """An argument type: a device that this command can use."""
+    kind, _, index = text.partition(":")
+    if kind not in ("cpu", "cuda") or (":" in text and not index.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; take cpu, cuda or cuda:N")
+    return text
+
+
 def _info(args: argparse.Namespace) -> int:
     from . import info
 
@@ -241,10 +261,10 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw
         metavar="QO/KV/DIM",
         help="heads and head dim, e.g. 32/8/128; repeatable",
     )
-    info.add_argument("--q-len", type=int, default=17, help="declared max_q_len (default 17)")
+    info.add_argument("--q-len", type=_at_least(1), default=17, help="declared max_q_len (default 17)")
     info.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     info.add_argument(
-        "--arch", type=int, metavar="CC", help="describe another chip: compute capability times ten, e.g. 90"
+        "--arch", type=_at_least(80), metavar="CC", help="describe another chip: compute capability times ten, e.g. 90"
     )
     info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=_info)
@@ -260,11 +280,13 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
         description=CHECK_HELP + keys,
         formatter_class=raw,
     )
-    check.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    check.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
     check.add_argument(
         "--backend", action="append", help="reference, torch or triton; repeatable; default: all that work"
     )
-    check.add_argument("--cases", type=int, default=100, help="random cases per backend and dtype (default 100)")
+    check.add_argument(
+        "--cases", type=_at_least(0), default=100, help="random cases per backend and dtype (default 100)"
+    )
     check.add_argument("--seed", type=int, default=0, help="seed of the first random case; the next has seed + 1")
     check.add_argument("--case", metavar="SEED|NAME", help="only this case")
     check.add_argument(
@@ -275,7 +297,9 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
         "--inject-fault", action="store_true", help="flip one mask bit, to see the check fail (exit status 1)"
     )
     check.add_argument("--fail-fast", action="store_true", help="stop at the first wrong run")
-    check.add_argument("--show", type=int, default=10, metavar="N", help="print at most N wrong runs (default 10)")
+    check.add_argument(
+        "--show", type=_at_least(0), default=10, metavar="N", help="print at most N wrong runs (default 10)"
+    )
     check.add_argument("--list", action="store_true", help="name the adversarial cases")
     check.add_argument("--quiet", action="store_true", help="no progress on stderr")
     check.set_defaults(run=_check)
@@ -293,9 +317,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
     )
     bench.add_argument("--providers", nargs="+", metavar="NAME",
                        help="treeattn_triton, treeattn_torch, treeattn_reference, sdpa, fa3_causal")  # fmt: skip
-    bench.add_argument("--device", help="cuda where there is one, else cpu")
+    bench.add_argument("--device", type=_device, help="cuda where there is one, else cpu")
     bench.add_argument("--file", metavar="JSON", help="your own workloads")
-    bench.add_argument("--page-size", type=int, help="for all workloads, instead of each set's own")
+    bench.add_argument("--page-size", type=_at_least(1), help="for all workloads, instead of each set's own")
     bench.add_argument("--kv-layout", choices=("NHD", "HND"))
     bench.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     bench.add_argument("--out", metavar="JSON", help="write the result")

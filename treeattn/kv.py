@@ -117,6 +117,10 @@ class PagedKV:
                 raise ValueError(f"{name} must have {axes} axes, got shape {tuple(tensor.shape)}")
             if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
                 raise ValueError(f"{name} must be contiguous along its last axis, its stride is {tensor.stride(-1)}")
+            if tensor.device != self.device:
+                raise ValueError(f"{name} is on {tensor.device}, the page ids are on {self.device}")
+        if self.kv_indptr is not None and self.kv_indptr.shape[0] == 0:
+            raise ValueError("kv_indptr must have batch + 1 entries, got 0")
 
     @property
     def batch(self) -> int:
@@ -135,15 +139,18 @@ class PagedKV:
 
     @property
     def device(self) -> torch.device:
+        """Device of the page ids."""
         return self.table.device
 
     def pages_of(self, request: int) -> Tensor:
-        """Page ids of a request (host read of ``kv_indptr`` in the CSR form)."""
+        """Page ids of a request (host read of ``kv_indptr`` in the CSR form); none where its range is not inside."""
         if self.block_table is not None:
             return self.block_table[request]
         if self.kv_indptr is None or self.kv_indices is None:
             raise ValueError("PagedKV holds no table")
         start, end = int(self.kv_indptr[request]), int(self.kv_indptr[request + 1])
+        if not 0 <= start <= end <= self.kv_indices.shape[0]:
+            return self.kv_indices[:0]
         return self.kv_indices[start:end]
 
     def slots_of(self, request: int, positions: Tensor) -> Tensor:
@@ -195,28 +202,36 @@ class PagedKV:
         return cls(page_size=page_size, block_table=zeros(max_batch, max_pages_per_request or 0), tree_slots=slots)
 
     def copy_(self, source: PagedKV) -> None:
-        """Copy a step's addresses into this object's memory; the tail of ``kv_indptr`` repeats its last entry.
+        """Copy a step's addresses into this object's memory; nothing of the step before is left.
 
-        Nothing is copied where `source` has the same memory. No host read; capturable.
+        The tail of ``kv_indptr`` repeats its last entry, rows of a block table narrower than the room end in 0. Nothing
+        is copied where `source` has the same memory. No host read; capturable.
 
         Raises
         ------
         ValueError
             If the forms differ or the source exceeds this object's capacity; nothing has been written then.
         """
+        for own, new in self.check_fits(source):
+            own[tuple(slice(0, size) for size in new.shape)].copy_(new)
+            if own is self.kv_indptr:
+                own[len(new) :].copy_(new[-1:].expand(len(own) - len(new)))
+            if own is self.block_table:
+                own[: new.shape[0], new.shape[1] :].zero_()
+
+    def check_fits(self, source: PagedKV) -> list[tuple[Tensor, Tensor]]:
+        """Raise ValueError unless :meth:`copy_` can take `source`; returns what is to be copied, (own, new)."""
         if source.page_size != self.page_size:
             raise ValueError(f"page_size is {source.page_size}, these addresses were made for {self.page_size}")
         pairs: list[tuple[Tensor, Tensor]] = []
         for name in ("kv_indptr", "kv_indices", "block_table", "tree_slots"):
             own, new = getattr(self, name), getattr(source, name)
             if (own is None) != (new is None):
-                raise ValueError(f"{name} is {'missing' if new is None else 'given'}, the addresses here have it otherwise")
+                state = "missing" if new is None else "given"
+                raise ValueError(f"{name} is {state}, the addresses here have it otherwise")
             if own is None or own.data_ptr() == new.data_ptr():
                 continue
             if any(size > room for size, room in zip(new.shape, own.shape, strict=True)):
                 raise ValueError(f"{name} of shape {tuple(new.shape)} exceeds the capacity {tuple(own.shape)}")
             pairs.append((own, new))
-        for own, new in pairs:
-            own[tuple(slice(0, size) for size in new.shape)].copy_(new)
-            if own is self.kv_indptr:
-                own[new.shape[0] :].copy_(new[-1:].expand(len(own) - len(new)))
+        return pairs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from treeattn.masks import full_indptr, packed_indptr, tree_indptr
+from treeattn.masks import MAX_PREFIX, full_indptr, packed_indptr, tree_indptr, unpack_bytes, unpack_words
 from treeattn.status import Status, status_error
 from treeattn.tree import validate_parents
 
@@ -206,6 +206,13 @@ def _check_extras(source: LayoutInput) -> None:
         need = source.batch * source.q_len if source.q_len is not None else 0
         if source.positions.numel() < need:
             raise ValueError(f"positions have {source.positions.numel()} entries, the batch has {need} rows")
+    if source.kind == "words" and source.data is not None and source.q_len is not None:
+        rows, given = source.data.shape
+        if given * 64 < source.q_len:
+            raise ValueError(f"words have {given} x 64 bits a row, requests of {source.q_len} rows need {source.q_len}")
+        if source.exact and rows != source.batch * source.q_len:
+            need = source.batch * source.q_len
+            raise ValueError(f"words of {source.batch} requests of {source.q_len} rows have {need} rows, got {rows}")
     if source.kind == "tree" and source.q_len is not None and source.mask_indptr is None:
         check_size(source, source.batch * source.q_len**2)
 
@@ -234,7 +241,7 @@ def validate_input(source: LayoutInput, layout: TreeLayout) -> None:
     qo = _validated_qo(source, layout)
     widths = [b - a for a, b in itertools.pairwise(qo)]
     for b, prefix in enumerate(source.prefix_lens[: source.batch].tolist()):
-        if prefix < 0:
+        if not 0 <= prefix <= MAX_PREFIX:
             raise status_error((Status.PREFIX_LEN, b, 0, prefix))
     nodes: list[int] = widths if source.num_nodes is None else source.num_nodes[: source.batch].tolist()
     if source.kind == "parents" and source.data is not None:
@@ -245,6 +252,8 @@ def validate_input(source: LayoutInput, layout: TreeLayout) -> None:
             raise ValueError(f"request {b}: num_nodes is {count}, must be 1 to its q_len {width}")
     if source.kind in ("full", "tree", "packed", "bias"):
         _validate_mask_sizes(source, torch.tensor(qo, device=layout.device))
+    if source.kind not in ("parents", "chain"):
+        _validate_bits(source, qo, nodes)
     if source.positions is not None and source.positions.numel() < qo[-1]:
         raise ValueError(f"positions have {source.positions.numel()} entries, the batch has {qo[-1]} rows")
 
@@ -259,6 +268,38 @@ def _validated_qo(source: LayoutInput, layout: TreeLayout) -> list[int]:
         if (b == 0 and low != 0) or high < low or high > limit or high - low > layout.max_q_len:
             raise status_error((Status.QO_INDPTR, b, low, high))
     return qo
+
+
+def _validate_bits(source: LayoutInput, qo: list[int], nodes: list[int]) -> None:
+    """Refuse a real row that sees a node beyond num_nodes; where a mask alone tells the nodes there is none."""
+    if source.data is None or (source.num_nodes is None and source.kind not in ("tree", "words")):
+        return
+    starts = canonical_indptr(source, torch.tensor(qo, device=source.data.device)).tolist()
+    if source.mask_indptr is not None:
+        starts = source.mask_indptr.tolist()
+    for b, (first, count) in enumerate(zip(qo, nodes, strict=False)):
+        width = qo[b + 1] - first
+        if source.kind == "words":
+            bits = source.data.shape[1] * 64
+            if bits < count:
+                raise ValueError(f"request {b}: words have {bits} bits a row, num_nodes is {count}")
+            seen = unpack_words(source.data[first : first + count], bits)
+        else:
+            columns = width if source.kind == "tree" else width + int(source.prefix_lens[b])
+            seen = _flat_block(source.data, source.kind, starts[b], width, columns)[:count, columns - width :]
+        beyond = seen[:, count:].nonzero()
+        if beyond.numel():
+            row, node = beyond[0].tolist()
+            raise ValueError(f"request {b}, row {row}: sees node {count + node}, but num_nodes is {count}")
+
+
+def _flat_block(data: Tensor, kind: Kind, start: int, rows: int, columns: int) -> Tensor:
+    """Read a request's bool [rows, columns] from a flat mask."""
+    size = rows * columns
+    if kind == "packed":
+        return unpack_bytes(data[start : start + (size + 7) // 8], size).view(rows, columns)
+    flat = data[start : start + size]
+    return (flat == 0 if kind == "bias" else flat != 0).view(rows, columns)
 
 
 def _validate_mask_sizes(source: LayoutInput, qo_indptr: Tensor) -> None:

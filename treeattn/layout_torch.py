@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from treeattn.layout_input import LayoutInput, canonical_indptr, check_size
-from treeattn.masks import bias_visible, full_indptr, pack_words, unpack_bytes, unpack_words
+from treeattn.masks import MAX_PREFIX, bias_visible, full_indptr, pack_words, sound_prefix, unpack_bytes, unpack_words
 from treeattn.status import Status
 
 if TYPE_CHECKING:
@@ -43,11 +43,13 @@ def write_layout_torch_(layout: TreeLayout, source: LayoutInput) -> None:
     qo, broken = _qo_indptr(layout, source, findings)
     widths = qo.diff()
     raw_prefix = source.prefix_lens[:batch].to(torch.int64)
-    prefix = raw_prefix.clamp(min=0)
+    prefix = sound_prefix(raw_prefix)
     given = widths if source.num_nodes is None else source.num_nodes[:batch].to(torch.int64)
-    too_many = (given > widths) & ~broken & (raw_prefix >= 0)
+    too_long = (raw_prefix > MAX_PREFIX) & ~broken
+    findings.extend((Status.PREFIX_LEN, b, 0, int(raw_prefix[b])) for b in too_long.nonzero().flatten().tolist())
+    too_many = (given > widths) & ~broken & (raw_prefix == prefix)
     findings.extend((Status.NUM_NODES, b, int(widths[b]), int(given[b])) for b in too_many.nonzero().flatten().tolist())
-    nodes = given.masked_fill(broken | too_many | (raw_prefix < 0), 0).clamp(min=0)
+    nodes = given.masked_fill(broken | too_many | (raw_prefix != prefix), 0).clamp(min=0)
     rows = _rows(layout, qo)
 
     parents = torch.full((layout.total_q,), -1, dtype=torch.int64, device=layout.device)

@@ -97,6 +97,15 @@ def _indptr(sizes: Tensor) -> Tensor:
     return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
 
+MAX_PREFIX = 2**31 - 1  # lengths are int32 in the kernels
+
+
+def sound_prefix(prefix_lens: Tensor) -> Tensor:
+    """Prefix lengths as int64; 0 for one that is negative or no int32: such a request is empty."""
+    prefix = prefix_lens.to(torch.int64)
+    return prefix.masked_fill((prefix < 0) | (prefix > MAX_PREFIX), 0)
+
+
 def tree_indptr(qo_indptr: Tensor) -> Tensor:
     """Compute element offsets int64 [batch + 1] of the tree form: running sums of `q_len * q_len`."""
     q_lens = qo_indptr.diff().to(torch.int64)
@@ -106,7 +115,7 @@ def tree_indptr(qo_indptr: Tensor) -> Tensor:
 def full_indptr(qo_indptr: Tensor, prefix_lens: Tensor) -> Tensor:
     """Compute element offsets int64 [batch + 1] of the full form: sums of `q_len * (prefix_len + q_len)`."""
     q_lens = qo_indptr.diff().to(torch.int64)
-    return _indptr(q_lens * (prefix_lens.to(torch.int64).clamp(min=0) + q_lens))
+    return _indptr(q_lens * (sound_prefix(prefix_lens) + q_lens))
 
 
 def packed_indptr(mask_indptr: Tensor) -> Tensor:

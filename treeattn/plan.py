@@ -28,7 +28,9 @@ class PlanBuffers:
     partial_lse: Tensor
 
     @staticmethod
-    def shapes(batch: int, num_programs: int, tile_rows: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(
+        batch: int, num_programs: int, tile_rows: int, head_dim: int
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor: the formula behind ``StaticBuffers.nbytes``."""
         return {
             "work": ((num_programs, 16), torch.int32),
@@ -40,7 +42,10 @@ class PlanBuffers:
         }
 
     @classmethod
-    def allocate(cls, batch: int, num_programs: int, config: KernelConfig, head_dim: int, device: torch.device) -> PlanBuffers:
+    def allocate(
+        cls, batch: int, num_programs: int, config: KernelConfig, head_dim: int, device: torch.device
+    ) -> PlanBuffers:
+        """Uninitialised memory; the first launch of the plan fills it."""
         shapes = cls.shapes(batch, num_programs, config.tile_rows, head_dim)
         return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()})
 
@@ -87,13 +92,15 @@ class Step:
         """Query heads of a KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
-    def request_lengths(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """``request, first_row, q_len, prefix_len, num_nodes`` of each request that has rows (reads the host).
+    def request_lengths(self, rows: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """``request, first_row, q_len, prefix_len, num_nodes`` of each request that has rows (reads the device).
 
-        A request whose addresses cannot hold its tokens counts as empty, and sets the status word.
+        `rows` is what the caller's q has; a layout of more raises ValueError before anything is yielded. A request whose addresses cannot hold its tokens counts as empty, and sets the status word.
         """
         layout = self.layout
         starts = layout.qo_indptr.tolist()
+        if starts[-1] > rows:
+            raise ValueError(f"q has {rows} query rows, the layout's requests have {starts[-1]}")
         prefixes, nodes = layout.prefix_lens.tolist(), layout.num_nodes.tolist()
         for request in range(layout.batch):
             q_len = starts[request + 1] - starts[request]
@@ -117,14 +124,16 @@ class Step:
         from .status import Status
 
         if int(self.layout.status[0]) == 0:
-            row = [int(Status.KV_CAPACITY), request, room, needed]
+            row = [int(Status.KV_CAPACITY), request, min(room, 2**31 - 1), min(needed, 2**31 - 1)]
             self.layout.status.copy_(torch.tensor(row, dtype=torch.int32))
 
 
 def check_geometry(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     """Raise if no backend can have such a geometry."""
     if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
-        raise ValueError(f"num_qo_heads {num_qo_heads} must be a multiple of num_kv_heads {num_kv_heads}, both positive")
+        raise ValueError(
+            f"num_qo_heads {num_qo_heads} must be a multiple of num_kv_heads {num_kv_heads}, and both positive"
+        )
     if head_dim < 1:
         raise ValueError(f"head_dim must be positive, got {head_dim}")
     if not dtype.is_floating_point:
@@ -157,7 +166,8 @@ def plan(
     dtype : torch.dtype
         Of q, K, V and out.
     kv_layout : {"NHD", "HND"}
-        Axis order of 4-D caches: ``[pages, page_size, kv_heads, head_dim]`` or ``[pages, kv_heads, page_size, head_dim]``.
+        Axis order of 4-D caches: ``[pages, page_size, kv_heads, head_dim]`` or
+        ``[pages, kv_heads, page_size, head_dim]``.
     fresh_tree : bool
         The nodes' K and V come with each call as ``k_tree``, ``v_tree``; the request's pages need not hold them.
     backend : {"auto", "reference", "torch", "triton"}

@@ -1,7 +1,7 @@
 """Tree attention as its definition reads: the truth that every other backend is compared with.
 
-For each request ``b``, node ``i`` and query head ``h``, over the keys ``j`` that node ``i`` sees (every prefix token and
-the nodes whose bit is set in its mask row)::
+For each request ``b``, node ``i`` and query head ``h``, over the keys ``j`` that node ``i`` sees (every prefix token
+and the nodes whose bit is set in its mask row)::
 
     score_j = sm_scale * <q_i, k_j>      lse_i = log sum_j exp(score_j)      out_i = sum_j exp(score_j - lse_i) * v_j
 
@@ -57,7 +57,7 @@ def tree_attention_reference(
     """Write ``out`` and ``lse``; arguments as in :func:`treeattn.tree_attention`, already checked."""
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = step.num_qo_heads // step.num_kv_heads
-    for request, first_row, q_len, prefix_len, num_nodes in step.request_lengths():
+    for request, first_row, q_len, prefix_len, num_nodes in step.request_lengths(q.shape[0]):
         rows = slice(first_row, first_row + q_len)
         out[rows] = 0
         if lse is not None:

@@ -41,7 +41,7 @@ MESSAGES: dict[Status, str] = {
         "stay inside the rows there are, and no request may be wider than max_q_len"
     ),
     Status.KV_CAPACITY: ("request {request}: needs {value} cache entries, its part of the KV address table has {row}"),
-    Status.PREFIX_LEN: "request {request}: prefix_len is {value}, must be 0 or more",
+    Status.PREFIX_LEN: "request {request}: prefix_len is {value} (or beyond), must be 0 or more and an int32",
     Status.MASK_SIZE: ("request {request}: its block of the flat mask ends at {value}, the mask has {row} elements"),
     Status.BIAS_VALUE: (
         "request {request}: row {row} has a bias at key {value} that is neither 0 (visible) "

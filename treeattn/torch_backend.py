@@ -34,7 +34,7 @@ def tree_attention_torch(
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads, kv_heads, head_dim = step.num_qo_heads, step.num_kv_heads, step.head_dim
     group = heads // kv_heads
-    for request, first_row, q_len, prefix_len, nodes in step.request_lengths():
+    for request, first_row, q_len, prefix_len, nodes in step.request_lengths(q.shape[0]):
         padding = slice(first_row + nodes, first_row + q_len)
         out[padding] = 0
         if lse is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from treeattn.kv import KVLayout, PagedKV, cache_strides
 from treeattn.layout import TreeLayout
+from treeattn.status import Status, status_error
 
 Backend = Literal["torch", "triton"] | None
 _INTS = (torch.int32, torch.int64)
@@ -214,12 +215,15 @@ def compact_kv_(
 
     Notes
     -----
-    On CUDA a place outside the request's table sets the layout's status word and is not moved.
+    On CUDA a place outside the request's table sets the layout's status word and is not moved; elsewhere it is a
+    ValueError and nothing is moved.
 
     Examples
     --------
     8 nodes at slots 100 to 107, accepted rows 0, 2, 3: slots 101 and 102 get what 102 and 103 held.
     """
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
     many = [caches] if isinstance(caches, Tensor) else list(caches)
     _check_rows(layout, rows, lens)
     for k, cache in enumerate(many):
@@ -229,8 +233,12 @@ def compact_kv_(
         cache_strides(cache, kv.page_size, kv_layout, name)
     if not many or rows.shape[0] == 0:
         return
+    if kv.device != layout.device:
+        raise ValueError(f"the KV addresses are on {kv.device}, the layout on {layout.device}")
     if kv.tree_slots is None and kv.batch < rows.shape[0]:
         raise ValueError(f"the addresses cover {kv.batch} requests, rows has {rows.shape[0]}")
+    if kv.tree_slots is not None and kv.tree_slots.shape[0] < layout.total_q:
+        raise ValueError(f"tree_slots has {kv.tree_slots.shape[0]} entries, the layout has {layout.total_q} rows")
     if _use_triton(layout, backend):
         from treeattn.kernels import verify as kernels
 
@@ -248,11 +256,15 @@ def _compact_torch_(
         count = min(count, nodes)
         if count <= 0:
             continue
+        if count > rows.shape[1]:
+            raise ValueError(f"request {b}: lens is {count}, but rows has {rows.shape[1]} columns")
         path = rows[b, :count].to(torch.int64)
         _check_path(b, path.tolist(), nodes)
-        last = int(path[-1]) + 1
-        slots = kv.node_slots(b, int(layout.qo_indptr[b]), int(layout.prefix_lens[b]), last)
+        slots = _places(b, kv, layout, int(path[-1]) + 1)
         moved = path != torch.arange(count, device=path.device)
+        for row in torch.cat([path[moved], moved.nonzero().flatten()]).tolist():
+            if slots[row] < 0:
+                raise ValueError(f"request {b}: row {row} is at token slot {int(slots[row])}, must be 0 or more")
         source.append(slots[path][moved])
         target.append(slots[:count][moved])
     if not source:
@@ -276,7 +288,19 @@ def _check_path(b: int, path: list[int], nodes: int) -> None:
             )
 
 
+def _places(b: int, kv: PagedKV, layout: TreeLayout, count: int) -> Tensor:
+    """Token slots of the first `count` nodes of request b; raises unless the addresses hold them."""
+    prefix = int(layout.prefix_lens[b])
+    if kv.tree_slots is None:
+        room = kv.pages_of(b).shape[0] * kv.page_size
+        if prefix + count > room:
+            raise status_error((Status.KV_CAPACITY, b, room, prefix + count))
+    return kv.node_slots(b, int(layout.qo_indptr[b]), prefix, count)
+
+
 def _use_triton(layout: TreeLayout, backend: Backend) -> bool:
+    if backend not in (None, "torch", "triton"):
+        raise ValueError(f"backend must be None, 'torch' or 'triton', got {backend!r}")
     return layout.device.type == "cuda" if backend is None else backend == "triton"
 
 

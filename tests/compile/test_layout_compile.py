@@ -68,6 +68,8 @@ def cases() -> dict[str, list[Launch]]:
     wide = torch.zeros(2, 64, 8, 128, dtype=torch.bfloat16)
     odd = torch.zeros(9, 1, 3, dtype=torch.uint8)
     made["compact-table"] = compact_launches([wide], table, layout, out.rows, out.lens, "NHD")
+    one_page = PagedKV(page_size=64, block_table=torch.zeros(4, 1, dtype=i32))
+    made["compact-one-page"] = compact_launches([wide], one_page, layout, out.rows, out.lens, "NHD")
     made["compact-csr-slots"] = compact_launches([odd], csr, layout, out.rows, out.lens, "NHD")
     return made
 

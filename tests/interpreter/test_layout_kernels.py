@@ -59,6 +59,28 @@ def compare(device: torch.device, capacity: tuple[int, int, int], **step: Any) -
     return layout
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_flat_parents_of_one_width(device: torch.device, stride: int) -> None:
+    parents = torch.tensor([-1, 0, 0, 1, -1, 0, 1, 2]).repeat_interleave(stride)[::stride]
+    layout = compare(device, (3, 5, 14), batch=2, prefix_lens=torch.tensor([3, 4]), parents=parents, q_len=4)
+    assert layout.mask_words[:8].flatten().tolist() == [1, 3, 5, 11, 1, 3, 7, 15]
+
+
+@pytest.mark.parametrize("prefix", [2**31, 2**32 + 5])
+@pytest.mark.parametrize("form", ["parents", "full"])
+def test_a_prefix_that_is_no_int32_is_an_empty_request(device: torch.device, prefix: int, form: str) -> None:
+    step: dict[str, Any] = {"parents": torch.tensor([[-1, 0], [-1, 0], [-1, 0]])}
+    if form == "full":
+        visible = [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]  # blocks of 2 x 3, 2 x 2 and 2 x 3
+        step = {"mask": torch.tensor(visible, dtype=torch.uint8), "form": "full", "q_len": 2}
+    layout = compare(device, (3, 2, 6), batch=3, prefix_lens=torch.tensor([1, prefix, 1]), **step)
+    assert layout.num_nodes.tolist()[1] == 0
+    assert layout.prefix_lens.tolist() == [1, 0, 1]
+    assert layout.status.tolist() == [6, 1, 0, 2**31 - 1]
+    with pytest.raises(ValueError, match="request 1: prefix_len is 2147483647"):
+        layout.check()
+
+
 @st.composite
 def forests(draw: st.DrawFn, max_nodes: int = 20) -> dict[str, Any]:
     """Arguments of a ragged step, some requests malformed, and the capacity around it."""

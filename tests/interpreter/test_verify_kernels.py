@@ -157,6 +157,18 @@ def test_a_place_outside_the_table_is_reported_and_not_moved(device: torch.devic
         layout.check()
 
 
+def test_a_csr_range_outside_the_page_ids_is_not_read(device: torch.device) -> None:
+    layout = TreeLayout.chain([3], 6, device=device)
+    memory = torch.tensor([0, 1, 2, 3, 3], device=device)
+    kv = PagedKV(page_size=2, kv_indptr=torch.tensor([0, 5], device=device), kv_indices=memory[:3])
+    cache = torch.arange(8.0, device=device).view(4, 2, 1, 1).clone()
+    rows = torch.tensor([[0, 2, 3]], dtype=torch.int32, device=device)
+    compact_kv_(cache, kv, layout, rows, torch.tensor([3], dtype=torch.int32, device=device), backend="triton")
+    assert cache.flatten().tolist() == list(range(8))
+    with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 7 cache entries, .* has 0"):
+        layout.check()
+
+
 def test_caches_of_one_shape_share_a_pointer_table(device: torch.device) -> None:
     layout = TreeLayout.chain([0], 4, device=device)
     kv = PagedKV(block_table=torch.arange(4, device=device).view(1, 4))

@@ -169,6 +169,8 @@ def render_tree(tree: DraftTree, accepted: Sequence[int], decode: Callable[[list
 
 
 def _set_up(args: argparse.Namespace) -> LoadedModel:
+    if args.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise DemoUnavailableError(f"--device {args.device}: take cpu or cuda")
     device = torch.device(args.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():

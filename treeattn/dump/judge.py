@@ -63,7 +63,13 @@ def load_dump(path: str | Path) -> dict[str, Any]:
     ValueError
         If the file holds no dict or names keys that nobody knows.
     """
-    dump = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        dump = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch and pickle raise nearly anything for what is not their file
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{path} cannot be read as torch.save's file: {type(error).__name__}: {reason}") from error
     if not isinstance(dump, dict):
         raise ValueError(f"{path} holds a {type(dump).__name__}, must hold a dict of tensors")
     known = {name for names in DUMP_KEYS for name in names.split(", ")} | {"q_len"}

@@ -130,7 +130,8 @@ def attention_kernel(
         item_tiles = full_tiles + tail_tiles + tl.cdiv(nodes, BLOCK_E)
         if nodes > 0:
             row0 = row_tile * tile_rows
-            row_end = tl.minimum(row0 + tile_rows, tl.minimum(nodes, total_q - first_row) * GROUP)
+            present = tl.minimum(nodes, total_q - first_row)
+            row_end = tl.minimum(row0 + tile_rows, present * GROUP)
             last = tl.minimum(item_tiles, tile + left)
 
             m = tl.arange(0, BLOCK_M)
@@ -167,13 +168,13 @@ def attention_kernel(
             # page ids are fetched one tile ahead, in registers: were they loaded in the loop that uses them, Triton's
             # pipeline would wait for every copy in flight to get at them
             end_full = tl.minimum(last, full_tiles)
-            pages = tile_pages(pages_ptr, tl.minimum(tile, tl.maximum(full_tiles - 1, 0)), n, PAGE_SIZE, BLOCK_N)
+            pages = tile_pages(pages_ptr, tile, end_full, n, PAGE_SIZE, BLOCK_N)
             for t in tl.range(tile, end_full, num_stages=STAGES):
                 k_off = tile_offsets(pages, t, n, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 v_off = tile_offsets(pages, t, n, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 k_base = tile_base(k_head_ptr, pages, t, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 v_base = tile_base(v_head_ptr, pages, t, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
-                pages = tile_pages(pages_ptr, tl.minimum(t + 1, end_full - 1), n, PAGE_SIZE, BLOCK_N)
+                pages = tile_pages(pages_ptr, t + 1, end_full, n, PAGE_SIZE, BLOCK_N)
                 row0 += zero
                 k = load_tile(k_base, k_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
                 v = load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
@@ -203,7 +204,7 @@ def attention_kernel(
                     words_r = tree_words(words_base, rows_r, valid_r, word, num_words, GROUP)
                     some = some | tl.reduce(words_r, 0, bit_or)
                 # a key that no row of the tile sees is not read: it may hold anything, and 0 * NaN is NaN
-                needed = tl.where(in_prefix, position < prefix, (node < nodes) & ((some >> e) & 1 != 0))
+                needed = tl.where(in_prefix, position < prefix, (node < present) & ((some >> e) & 1 != 0))
                 k_base, v_base = k_head_ptr, v_head_ptr
                 if TREE_SLOTS or FRESH:
                     if in_prefix:

@@ -1,9 +1,9 @@
 """Launching the plan and the attention of a step with little host time.
 
 Triton's own dispatch costs about 10 µs a call, most of it to find the compiled kernel again; handing it a tensor costs
-a driver call more than handing it an address. The calls of a layer repeat with the same shapes, so :class:`Launch` finds
-the kernel once and keeps every argument that stays. What Triton compiles in (divisibility of strides and addresses by
-16) is part of the key under which :func:`treeattn.tree_attention` keeps a :class:`LayerLaunch`.
+a driver call more than handing it an address. The calls of a layer repeat with the same shapes, so :class:`Launch`
+finds the kernel once and keeps every argument that stays. What Triton compiles in (divisibility of strides and
+addresses by 16) is part of the key under which :func:`treeattn.tree_attention` keeps a :class:`LayerLaunch`.
 """
 
 from __future__ import annotations

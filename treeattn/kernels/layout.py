@@ -177,7 +177,8 @@ def layout_launches(layout: TreeLayout, source: LayoutInput) -> list[Launch]:
         data = source.data if source.data is not None else layout.parents
         arguments = {
             "parents_ptr": data,
-            "stride_parents_b": data.stride(0) if data.dim() == 2 else 0,
+            # flat parents of one width are [batch, q_len] without saying so
+            "stride_parents_b": data.stride(0) if data.dim() == 2 else shape["q_len"] * data.stride(0),
             "stride_parents_row": data.stride(-1),
             "total_q": layout.total_q,
             "capacity": layout.batch,

@@ -25,6 +25,15 @@ class Launch(NamedTuple):
 # Status codes (treeattn.status.Status; jitted code reads only constexpr globals).
 NUM_NODES = tl.constexpr(2)
 QO_INDPTR = tl.constexpr(4)
+PREFIX_LEN = tl.constexpr(6)
+
+MAX_PREFIX = tl.constexpr(2**31 - 1)  # treeattn.masks.MAX_PREFIX
+
+
+@triton.jit
+def sound_prefix(prefix):
+    """A prefix length, or 0 for one that is negative or no int32: such a request is empty."""
+    return tl.where((prefix < 0) | (prefix > MAX_PREFIX), 0, prefix)
 
 
 @triton.jit
@@ -91,12 +100,14 @@ def request_shape(
     if HAS_NODES:
         given = tl.load(nodes_ptr + b * stride_nodes, mask=active, other=0).to(tl.int64)
     broken = active & ((raw_start != start) | (raw_stop != stop) | (width > max_q_len))
-    too_many = (given > width) & (prefix >= 0)
-    code = tl.where(broken, QO_INDPTR, tl.where(too_many, NUM_NODES, 0))
-    about_row = tl.where(broken, raw_start, width.to(tl.int64))
-    about_value = tl.where(broken, raw_stop, given)
-    nodes = tl.where((code == 0) & (prefix >= 0), tl.maximum(given, 0), 0).to(tl.int32)
-    return start, width, tl.maximum(prefix, 0), nodes, code, about_row, about_value
+    sound = sound_prefix(prefix)
+    too_many = (given > width) & (prefix == sound)
+    too_long = prefix > MAX_PREFIX
+    code = tl.where(broken, QO_INDPTR, tl.where(too_long, PREFIX_LEN, tl.where(too_many, NUM_NODES, 0)))
+    about_row = tl.where(broken, raw_start, tl.where(too_long, 0, width.to(tl.int64)))
+    about_value = tl.where(broken, raw_stop, tl.where(too_long, prefix, given))
+    nodes = tl.where((code == 0) & (prefix == sound), tl.maximum(given, 0), 0).to(tl.int32)
+    return start, width, sound, nodes, code, about_row, about_value
 
 
 @triton.jit
@@ -105,7 +116,7 @@ def block_sizes(index, low, high, prefix_ptr, stride_prefix, batch, WITH_PREFIX:
     widths = high - low
     if WITH_PREFIX:
         prefix = tl.load(prefix_ptr + index * stride_prefix, mask=index < batch, other=0).to(tl.int64)
-        return widths * (tl.maximum(prefix, 0) + widths)
+        return widths * (sound_prefix(prefix) + widths)
     return widths * widths
 
 

@@ -80,7 +80,8 @@ def plan_kernel(
     if CSR:
         first_page = tl.load(kv_indptr_ptr + b, mask=in_batch, other=0).to(tl.int64)
         last_page = tl.load(kv_indptr_ptr + b + 1, mask=in_batch, other=0).to(tl.int64)
-        pages = tl.where((first_page >= 0) & (last_page <= max_pages), last_page - first_page, 0)
+        inside = (first_page >= 0) & (last_page <= max_pages)
+        pages = tl.where(inside, tl.maximum(last_page - first_page, 0), 0)
     else:
         pages = tl.full([BLOCK_B], 0, tl.int64) + max_pages
     needed = prefix.to(tl.int64)
@@ -143,5 +144,5 @@ def plan_kernel(
                 value = tl.sum(tl.where(b == first, needed, 0), 0)
                 room = tl.sum(tl.where(b == first, pages * PAGE_SIZE, 0), 0)
                 tl.store(status_ptr + 1, first)
-                tl.store(status_ptr + 2, room.to(tl.int32))
-                tl.store(status_ptr + 3, value.to(tl.int32))
+                tl.store(status_ptr + 2, tl.minimum(room, 0x7FFFFFFF).to(tl.int32))
+                tl.store(status_ptr + 3, tl.minimum(value, 0x7FFFFFFF).to(tl.int32))

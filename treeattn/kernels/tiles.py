@@ -53,17 +53,21 @@ def page_offsets(table_ptr, position, valid, stride_page, stride_slot, PAGE_SIZE
 
 
 @triton.jit
-def tile_pages(table_ptr, tile, n, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of a full prefix tile: one where the tile lies inside a page, else one for each of its keys."""
+def tile_pages(table_ptr, tile, end, n, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page ids of a full prefix tile: one where the tile lies inside a page, else one for each of its keys.
+
+    Nothing is read for a tile at or behind `end`.
+    """
     if PAGE_SIZE % BLOCK_N == 0:
-        return tl.load(table_ptr + tile * BLOCK_N // PAGE_SIZE)
+        return tl.load(table_ptr + tile * BLOCK_N // PAGE_SIZE, mask=tile < end, other=0)
     elif BLOCK_N == 2 * PAGE_SIZE:
         # two scalar loads cost less than one for each key
-        first = tl.load(table_ptr + tile * 2)
-        second = tl.load(table_ptr + tile * 2 + 1)
+        first = tl.load(table_ptr + tile * 2, mask=tile < end, other=0)
+        second = tl.load(table_ptr + tile * 2 + 1, mask=tile < end, other=0)
         return tl.where(n < PAGE_SIZE, first, second)
     else:
-        return tl.load(table_ptr + (tile * BLOCK_N + n) // PAGE_SIZE)
+        position = tile * BLOCK_N + n
+        return tl.load(table_ptr + position // PAGE_SIZE, mask=position < end * BLOCK_N, other=0)
 
 
 @triton.jit

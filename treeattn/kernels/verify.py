@@ -189,10 +189,11 @@ def compact_kernel(
     start = tl.load(qo_ptr + b).to(tl.int64)
     prefix = tl.load(prefix_ptr + b).to(tl.int64)
     table_begin = b.to(tl.int64) * stride_table
-    table_pages = table_width.to(tl.int64)
+    table_pages = start * 0 + table_width  # not table_width.to(): a width of 1 is compiled in as a plain int
     if CSR:
         table_begin = tl.load(indptr_ptr + b).to(tl.int64)
-        table_pages = tl.load(indptr_ptr + b + 1).to(tl.int64) - table_begin
+        table_end = tl.load(indptr_ptr + b + 1).to(tl.int64)
+        table_pages = tl.where((table_begin >= 0) & (table_end <= table_width), table_end - table_begin, 0)
     address = tl.load(bases_ptr + tl.program_id(1))
     if WORD == 8:
         base = address.to(tl.pointer_type(tl.int64))

@@ -1,0 +1,64 @@
+"""StaticBuffers: a step that is refused has written nothing, and nothing of an earlier step is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from treeattn import PagedKV, StaticBuffers
+
+
+def made(*widths: int) -> tuple[StaticBuffers, list[PagedKV]]:
+    """Buffers of 3 requests x 8 rows with a group for each block table of such a width, zeros in it."""
+    buffers, own = StaticBuffers(3, 8, device="cpu"), []
+    for width in widths:
+        own.append(PagedKV.allocate(3, page_size=4, max_pages_per_request=width, max_total_q=24, device="cpu"))
+        buffers.add_group(2, 1, 16, kv=own[-1], dtype=torch.float32)
+    return buffers, own
+
+
+def table(batch: int, width: int) -> PagedKV:
+    pages = torch.arange(50, 50 + batch * width, dtype=torch.int32)
+    return PagedKV(
+        page_size=4, block_table=pages.view(batch, width), tree_slots=torch.full((batch * 4,), 9, dtype=torch.int32)
+    )
+
+
+def step(batch: int = 3, q_len: int = 4, **rest: Any) -> dict[str, Any]:
+    parents = torch.tensor([[-1] + [0] * (q_len - 1)] * batch, dtype=torch.int32)
+    return {"parents": parents, "prefix_lens": torch.tensor([1, 2, 3][:batch])} | rest
+
+
+REFUSED = {
+    "too wide": (step(q_len=17), table(3, 4), "a verify width of 17 exceeds these buffers' max_q_len 8"),
+    "num_nodes": (step(num_nodes=torch.tensor([1])), table(3, 4), "num_nodes has 1 entries, this batch needs 3"),
+    "mask size": (
+        {"mask": torch.ones(77, dtype=torch.bool), "form": "tree", "q_len": 4, "prefix_lens": torch.tensor([1, 2, 3])},
+        table(3, 4), "48 elements, got 77",
+    ),
+    "few requests": (step(), table(2, 4), "kv covers 2 requests, the step has 3"),
+    "few slots": (step(q_len=5), table(3, 4), "kv has 12 tree_slots, the step has 15 query rows"),
+    "second group": (step(), table(3, 4), r"block_table of shape \(3, 4\) exceeds the capacity \(3, 2\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_has_written_nothing(name: str) -> None:
+    arguments, kv, message = REFUSED[name]
+    buffers, own = made(4, 2) if name == "second group" else made(4)
+    with pytest.raises(ValueError, match=message):
+        buffers.update_(kv=kv, **arguments)
+    tensors: list[Tensor] = [t for one in own for t in (one.block_table, one.tree_slots) if t is not None]
+    assert not any(bool(t.any()) for t in tensors)
+    assert not bool(buffers.layout.qo_indptr.any())
+
+
+def test_a_narrower_table_leaves_no_page_of_the_step_before() -> None:
+    buffers, (own,) = made(4)
+    buffers.update_(kv=table(3, 4), **step())
+    buffers.update_(kv=table(2, 1), **step(batch=2))
+    assert own.block_table is not None
+    assert own.block_table[:2].tolist() == [[50, 0, 0, 0], [51, 0, 0, 0]]
