@@ -1,10 +1,30 @@
-"""Which tiles the Triton kernels use: a pure function of chip and geometry, tested and measured, never tuned in serving."""
+"""Which tiles the Triton kernels use: a pure function of chip and geometry, tested, never tuned in serving."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+KIB = 1024
+
+SHARED_PER_SM: dict[int, int] = {
+    80: 164 * KIB,
+    86: 100 * KIB,
+    89: 100 * KIB,
+    90: 228 * KIB,
+    100: 228 * KIB,
+    103: 228 * KIB,
+    120: 100 * KIB,
+}
+"""Shared memory of a multiprocessor, by compute capability (CUDA programming guide)."""
+
+SHARED_RESERVED = 1 * KIB
+"""What the system takes of it for each block that runs there."""
+
+MOST_REGISTERS = 255
+"""Of a thread. Named, it keeps ptxas from aiming at a third program an SM and spilling for that (72 bytes)."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +76,146 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def known_chip(arch: int) -> int:
+    """Compute capability whose configurations a chip takes: its own, or the newest known one that is older.
+
+    Raises
+    ------
+    NotImplementedError
+        For chips older than compute capability 8.0.
+    """
+    older = [chip for chip in SHARED_PER_SM if chip <= arch]
+    if not older:
+        raise NotImplementedError(f"Triton kernels need compute capability 8.0, got {arch / 10}; backend='torch' can")
+    return max(older)
+
+
+def shared_bytes(chip: int, dtype: torch.dtype, rows: int, block_n: int, block_d: int, num_stages: int) -> int:
+    """Shared memory that ``attention_kernel`` takes of a block, at most: what the compile tests hold Triton to.
+
+    q, the pipeline's K and V tiles, and 1 KiB for barriers and padding. Where the matrix unit reads shared memory
+    by itself (wgmma, tcgen05: 16-bit types and 64 rows or more on sm_90, 100 and 103), a tile is in use while
+    ``num_stages - 1`` more arrive. mma.sync and the CUDA cores take a tile to registers first, so its buffer is free
+    again; there the weights also pass through shared memory, ``rows * block_n``.
+    """
+    item = dtype.itemsize
+    in_place = chip in (90, 100, 103) and item == 2 and rows >= 64
+    buffers = num_stages if in_place else max(num_stages - 1, 1)
+    weights = 0 if in_place else rows * block_n
+    return (rows * block_d + buffers * 2 * block_n * block_d + weights) * item + KIB
+
+
+def fits(chip: int, shared: int, programs: int = 1) -> bool:
+    """Whether `programs` blocks of `shared` bytes run on one multiprocessor at once."""
+    return programs * (shared + SHARED_RESERVED) <= SHARED_PER_SM[chip]
+
+
+def deepest_pipeline(
+    chip: int,
+    dtype: torch.dtype,
+    block_m: int,
+    block_d: int,
+    programs: int,
+    choices: Iterable[tuple[int, int]],
+) -> tuple[int, int, int]:
+    """``block_n, num_stages, programs_per_sm``: the first of `choices` that fits, with fewer programs if it must be.
+
+    Parameters
+    ----------
+    choices : iterable of (int, int)
+        ``block_n`` and ``num_stages``, best first; the last must fit alone on every chip.
+    """
+    choices = tuple(choices)
+    for count in range(programs, 0, -1):
+        for block_n, stages in choices:
+            if fits(chip, shared_bytes(chip, dtype, block_m, block_n, block_d, stages), count):
+                return block_n, stages, count
+    raise AssertionError(f"no pipeline of {choices} fits {block_m} rows of {block_d} on sm_{chip}")
+
+
 def select_config(arch: int, dtype: torch.dtype, group: int, head_dim: int, max_q_len: int) -> KernelConfig:
     """Kernel configuration of a geometry.
 
     Parameters
     ----------
     arch : int
-        Compute capability times ten (90 for an H200), 0 for the interpreter.
+        Compute capability times ten (90 for an H200), 0 for the interpreter. A chip that is not in
+        :data:`SHARED_PER_SM` takes the configurations of the newest one before it.
     dtype : torch.dtype
         Of q, K and V.
     group : int
         Query heads of a KV head.
     head_dim : int
-        16 to 256.
+        1 to 256.
     max_q_len : int
         Declared maximum of query rows of a request.
+
+    Raises
+    ------
+    NotImplementedError
+        For chips older than compute capability 8.0.
     """
     rows = group * max_q_len
     block_d = max(16, next_power_of_2(head_dim))
     if arch == 0:
+        # small tiles cost least there, and rows that are not a multiple exercise the transposed ones
         few = 16 if rows % 32 else 0
         return KernelConfig(16 if rows <= 40 else 32, few, few > 0, 16, block_d, 4, 1, 1, 1, "interpreter")
+    chip = known_chip(arch)
     if dtype == torch.float32:
-        return KernelConfig(16, 0, False, 32, block_d, 4, 2, 2, 2, "true float32 products run on the CUDA cores")
+        return _float32(chip, block_d)
     if rows <= 16:
-        return KernelConfig(16, 0, False, 64, block_d, 4, 4, 2, 2, "one small tile")
-    if rows <= 80:
-        few = 0 if rows <= 64 else 16
-        return KernelConfig(64, few, few > 0, 64, block_d, 4, 4, 2, 2, "one 64-row tile")
-    few = 0 if rows % 128 == 0 else 16
-    return KernelConfig(128, few, few > 0, 64, block_d, 8, 4, 1, 2, "128-row tiles")
+        return _few_rows(chip, dtype, block_d)
+    if chip == 90:
+        return _hopper(rows, block_d)
+    return _many_rows(chip, dtype, rows, block_d)
+
+
+def _hopper(rows: int, block_d: int) -> KernelConfig:
+    """More than 16 rows of a 16-bit type on sm_90; measured on an H200 in bfloat16, head_dim 128, pages of 64."""
+    if block_d > 128:
+        # Two warpgroups share the accumulator of 64 rows. Not measured.
+        return KernelConfig(64, 0, False, 32, block_d, 8, 4, 1, 2, "64 rows of up to 256 on two warpgroups")
+    if rows <= 64:
+        # batch 64, q_len 8, 32/8 heads, prefix 2048: 160 us with a floor of 128; 32 keys and 4 stages the same, 2
+        # stages 174.
+        return KernelConfig(64, 0, False, 64, block_d, 4, 3, 2, 2, "one 64-row warpgroup tile (160 us, 2 stages 174)")
+    # (1, 17, 131072) with 32/8 heads: 178 us; 64 rows and 16 transposed ones 204, 128 rows on four warps with 32 keys
+    # 200.
+    return KernelConfig(128, 0, False, 64, block_d, 8, 3, 1, 2, "128 rows on two warpgroups (178 us, 64 + 16 rows 204)")
+
+
+def _few_rows(chip: int, dtype: torch.dtype, block_d: int) -> KernelConfig:
+    """Up to 16 rows: mma.sync on every chip, memory-bound, so as many bytes in flight as two programs can have."""
+    # 32 keys at 256: K and V are 32 KiB a stage, as 64 keys at 128
+    keys = 64 if block_d <= 128 else 32
+    block_n, stages, programs = deepest_pipeline(chip, dtype, 16, block_d, 2, ((keys, 4), (keys, 3), (keys, 2)))
+    reason = "one 16-row tile, memory-bound"
+    return KernelConfig(16, 0, False, block_n, block_d, 4, stages, programs, 2, reason, MOST_REGISTERS)
+
+
+def _many_rows(chip: int, dtype: torch.dtype, rows: int, block_d: int) -> KernelConfig:
+    """More than 16 rows of a 16-bit type on chips other than sm_90; chosen to fit and not to spill, not measured."""
+    # 64 keys spill on sm_100 and 103 (80 bytes with 128 rows of 128) and do not fit twice on chips of 100 KiB
+    wide = () if chip in (100, 103) else ((64, 3), (64, 2))
+    choices = (*wide, (32, 4), (32, 3), (32, 2))
+    if block_d > 128:
+        # four warps spill with an accumulator of 64 rows (1216 bytes), eight with one of 128 (772)
+        block_m, warps, programs, choices, reason = 64, 8, 1, ((32, 2),), "64 rows of up to 256 on eight warps"
+    elif rows <= 64:
+        block_m, warps, programs, reason = 64, 4, 2, "one 64-row tile"
+    else:
+        # eight warps of 255 registers are all that a multiprocessor has
+        block_m, warps, programs, reason = 128, 8, 1, "128-row tiles"
+    block_n, stages, programs = deepest_pipeline(chip, dtype, block_m, block_d, programs, choices)
+    return KernelConfig(block_m, 0, False, block_n, block_d, warps, stages, programs, 2, reason, MOST_REGISTERS)
+
+
+def _float32(chip: int, block_d: int) -> KernelConfig:
+    """True float32 products run on the CUDA cores; one stage, as a pipeline's loads spill there (884 bytes at 128)."""
+    # 32 rows of 256 spill
+    block_m = 32 if block_d <= 128 else 16
+    warps = 4 if block_d <= 64 else 8
+    block_n, stages, programs = deepest_pipeline(chip, torch.float32, block_m, block_d, 2, ((32, 1),))
+    reason = "true float32 products on the CUDA cores"
+    return KernelConfig(block_m, 0, False, block_n, block_d, warps, stages, programs, 2, reason)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import triton
 
+from treeattn.config import fits
 from treeattn.kernels import catalogue
 from treeattn.testing.compile_matrix import SHARED_LIMIT_BYTES, compile_for
 
@@ -28,15 +29,17 @@ def allowed_spill(case_id: str) -> int:
     return max(matching, default=0)
 
 
-@pytest.mark.parametrize(("arch", "name", "jit_fn", "signature", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize(("arch", "name", "jit_fn", "signature", "options", "programs"), CASES, ids=IDS)
 def test_configuration_fits(
-    arch: int, name: str, jit_fn: Any, signature: Any, options: dict[str, Any]
+    arch: int, name: str, jit_fn: Any, signature: Any, options: dict[str, Any], programs: int
 ) -> None:
     report = compile_for(arch, jit_fn, signature, **options)
     assert report.fits, (
         f"{report.shared_bytes} bytes of shared memory (limit {report.shared_limit_bytes}), "
         f"{report.tensor_memory_columns} columns of tensor memory"
     )
+    assert fits(arch, report.shared_bytes, programs), f"{programs} programs of {report.shared_bytes} bytes do not fit"
+    assert programs * 32 * options.get("num_warps", 4) * report.registers <= 65536, f"{programs} programs: {report}"
     allowed = allowed_spill(f"triton-{TRITON}/sm_{arch}/{name}")
     assert report.spill_bytes <= allowed, f"{report.spill_bytes} bytes spilled, {allowed} allowed: {report}"
 

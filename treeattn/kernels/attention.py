@@ -35,10 +35,10 @@ from .tiles import (
     load_rows,
     load_tile,
     normalise,
-    page_offsets,
     row_offsets,
     store_out,
     store_partial,
+    table_pages,
     tile_base,
     tile_offsets,
     tile_pages,
@@ -206,22 +206,28 @@ def attention_kernel(
                 # a key that no row of the tile sees is not read: it may hold anything, and 0 * NaN is NaN
                 needed = tl.where(in_prefix, position < prefix, (node < present) & ((some >> e) & 1 != 0))
                 k_base, v_base = k_head_ptr, v_head_ptr
+                k_page, v_page = stride_k_page, stride_v_page
+                within = position % PAGE_SIZE
                 if TREE_SLOTS or FRESH:
-                    if in_prefix:
-                        k_off = page_offsets(pages_ptr, position, needed, stride_k_page, stride_k_slot, PAGE_SIZE)
-                        v_off = page_offsets(pages_ptr, position, needed, stride_v_page, stride_v_slot, PAGE_SIZE)
-                    elif FRESH:
-                        k_base = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
-                        v_base = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
-                        k_off = (first_row + node).to(tl.int64) * stride_k_tree_row
-                        v_off = (first_row + node).to(tl.int64) * stride_v_tree_row
+                    # selects, not branches: a branch holds both sides' blocks in registers (1140 bytes spilled)
+                    page = table_pages(pages_ptr, position, needed & (position < prefix), PAGE_SIZE)
+                    if FRESH:
+                        page = tl.where(in_prefix, page, first_row + node)
+                        within = tl.where(in_prefix, within, 0)
+                        k_page = tl.where(in_prefix, stride_k_page, stride_k_tree_row)
+                        v_page = tl.where(in_prefix, stride_v_page, stride_v_tree_row)
+                        if in_prefix == 0:
+                            k_base = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
+                            v_base = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
                     else:
-                        slot = tl.load(tree_slots_ptr + first_row + node, mask=needed, other=0).to(tl.int64)
-                        k_off = slot // PAGE_SIZE * stride_k_page + slot % PAGE_SIZE * stride_k_slot
-                        v_off = slot // PAGE_SIZE * stride_v_page + slot % PAGE_SIZE * stride_v_slot
+                        in_tree = needed & (position >= prefix)
+                        slot = tl.load(tree_slots_ptr + first_row + node, mask=in_tree, other=0).to(tl.int64)
+                        page = tl.where(in_prefix, page, slot // PAGE_SIZE)
+                        within = tl.where(in_prefix, within, (slot % PAGE_SIZE).to(tl.int32))
                 else:
-                    k_off = page_offsets(pages_ptr, position, needed, stride_k_page, stride_k_slot, PAGE_SIZE)
-                    v_off = page_offsets(pages_ptr, position, needed, stride_v_page, stride_v_slot, PAGE_SIZE)
+                    page = table_pages(pages_ptr, position, needed, PAGE_SIZE)
+                k_off = page * k_page + within * stride_k_slot
+                v_off = page * v_page + within * stride_v_slot
                 k = load_tile(k_base, k_off, needed, HEAD_DIM, BLOCK_D, True)
                 v = load_tile(v_base, v_off, needed, HEAD_DIM, BLOCK_D, True)
                 sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]

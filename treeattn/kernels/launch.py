@@ -24,6 +24,7 @@ from .finish import finish_kernel
 from .plan import plan_kernel
 
 PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan places
+PLAN_ELEMENTS = 8192  # or fewer, so that programs times requests stay in its registers
 ZERO_ROWS = 16  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 LOG2_E = 1.4426950408889634
@@ -73,13 +74,15 @@ def launch_plan(step: Step) -> None:
     """Make the plan of a step, on the current stream."""
     launch = step.launches.get("plan")
     if launch is None:
-        launch = step.launches["plan"] = _plan_launch(step)
+        launch = step.launches["plan"] = plan_launch(step)
     launch()
 
 
-def _plan_launch(step: Step) -> Launch:
+def plan_launch(step: Step) -> Launch:
     layout, kv, config, buffers = step.layout, step.kv, step.config, step.buffers
     csr = kv.kv_indptr is not None
+    block_b = max(16, next_power_of_2(layout.batch))
+    block_p = max(1, min(PLAN_BLOCK, PLAN_ELEMENTS // block_b))
     arguments = {
         "prefix_lens_ptr": layout.prefix_lens,
         "num_nodes_ptr": layout.num_nodes,
@@ -103,10 +106,10 @@ def _plan_launch(step: Step) -> Launch:
         "PAGE_SIZE": kv.page_size,
         "CSR": csr,
         "NODES_IN_TABLE": step.nodes_in_table,
-        "BLOCK_B": max(16, next_power_of_2(layout.batch)),
-        "BLOCK_P": PLAN_BLOCK,
+        "BLOCK_B": block_b,
+        "BLOCK_P": block_p,
     }
-    return Launch(plan_kernel, (triton.cdiv(step.num_programs, PLAN_BLOCK),), layout.device, arguments, {"num_warps": 4})
+    return Launch(plan_kernel, (triton.cdiv(step.num_programs, block_p),), layout.device, arguments, {"num_warps": 4})
 
 
 class LayerLaunch:
@@ -119,6 +122,10 @@ class LayerLaunch:
         Tensors of the first such call, for their shapes and strides.
     cache_strides : tuple of int
         Page, slot and head stride of the K cache, then of the V cache, in elements.
+    negate, zero_tail : bool
+        The scale is negative; rows past the last request are written too.
+    arch : int, optional
+        Compute capability times ten, of the step's device by default: for compiling without that chip.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class LayerLaunch:
         cache_strides: tuple[int, ...],
         negate: bool,
         zero_tail: bool,
+        arch: int | None = None,
     ) -> None:
         config = step.config
         reach = (
@@ -140,7 +148,7 @@ class LayerLaunch:
             step.kv.page_size * max(abs(cache_strides[1]), abs(cache_strides[4])),
         )
         wide = max(reach) >= 2**31
-        pdl = backends.arch(step.layout.device) >= PDL_ARCH
+        pdl = (backends.arch(step.layout.device) if arch is None else arch) >= PDL_ARCH
         rows = q.shape[0]
         shared = {
             "GROUP": step.group,
@@ -185,11 +193,9 @@ class LayerLaunch:
     ) -> None:
         """Attention of one layer, then its merge, on the current stream."""
         if self.finish.run is None:
-            # Triton looks at the tensors themselves to compile
-            lse = out if lse is None else lse
-            tree = (q, q) if k_tree is None else (k_tree, v_tree)
-            self.attention(q, k_cache, v_cache, *tree, out, lse, sm_scale * LOG2_E)
-            self.finish(out, lse)
+            leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, sm_scale)
+            self.attention(*leading)
+            self.finish(*leading[5:7])
             return
         out_at = out.data_ptr()
         lse_at = 0 if lse is None else lse.data_ptr()
@@ -201,6 +207,21 @@ class LayerLaunch:
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), k_tree_at, v_tree_at, out_at, lse_at, sm_scale * LOG2_E
         )
         self.finish(out_at, lse_at)
+
+    @staticmethod
+    def leading(
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        sm_scale: float,
+    ) -> tuple[Any, ...]:
+        """Leading arguments of the attention kernel, whose tensors Triton looks at to compile; 5 and 6 lead finish."""
+        tree = (q, q) if k_tree is None else (k_tree, v_tree)
+        return (q, k_cache, v_cache, *tree, out, out if lse is None else lse, sm_scale * LOG2_E)
 
 
 def _attention_arguments(

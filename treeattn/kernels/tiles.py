@@ -44,12 +44,9 @@ def load_rows(base, offsets, valid, NEGATE: tl.constexpr, HEAD_DIM: tl.constexpr
 
 
 @triton.jit
-def page_offsets(table_ptr, position, valid, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
-    """Element offsets of logical positions through the page table; only valid positions read it."""
-    page = tl.load(table_ptr + position.to(tl.uint32) // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
-    if PAGE_SIZE == 1:
-        return page * stride_page
-    return page * stride_page + (position % PAGE_SIZE) * stride_slot
+def table_pages(table_ptr, position, valid, PAGE_SIZE: tl.constexpr):
+    """Page ids, 64-bit, of logical positions; only valid positions read the page table."""
+    return tl.load(table_ptr + position.to(tl.uint32) // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
 
 
 @triton.jit

@@ -23,18 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-KIB = 1024
+from treeattn.config import SHARED_PER_SM, SHARED_RESERVED
 
-SHARED_LIMIT_BYTES: dict[int, int] = {
-    80: 163 * KIB,
-    86: 99 * KIB,
-    89: 99 * KIB,
-    90: 227 * KIB,
-    100: 227 * KIB,
-    103: 227 * KIB,
-    120: 99 * KIB,
-}
-"""Shared memory that one block may ask for, by compute capability (CUDA programming guide)."""
+SHARED_LIMIT_BYTES: dict[int, int] = {chip: total - SHARED_RESERVED for chip, total in SHARED_PER_SM.items()}
+"""Shared memory that one block may ask for, by compute capability."""
 
 TENSOR_MEMORY_COLUMNS = 512
 """Columns of tensor memory of an SM of sm_100 and sm_103."""
