@@ -37,7 +37,7 @@ def parse_config(text: str, head_dim: int) -> KernelConfig:
     """Read a configuration as written in the module's docstring."""
     found = PATTERN.match(text)
     if found is None:
-        raise ValueError(f"{text!r} is not <block_m>[f|r<block_r>]n<block_n>w<warps>s<stages>p<programs per SM>[m<share>]")
+        raise ValueError(f"{text!r} is not <block_m>[f|r<block_r>]n<block_n>w<warps>s<stages>p<programs>[m<share>]")
     block_m, kind, block_r, block_n, warps, stages, programs, share = found.groups()
     return KernelConfig(
         block_m=int(block_m), block_r=int(block_r or 0), few_r=kind == "f", block_n=int(block_n),

@@ -84,8 +84,8 @@ def _check_call(
             )
     for name in ("out", "lse"):
         tensor = named[name]
-        if tensor is not None and any(n > 1 and step_ == 0 for n, step_ in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(f"{name} is written, so its elements must not share memory; its strides are {tensor.stride()}")
+        if tensor is not None and any(size > 1 and tensor.stride(axis) == 0 for axis, size in enumerate(tensor.shape)):
+            raise ValueError(f"{name} is written: its elements must not share memory, its strides are {tensor.stride()}")
     strides: list[int] = []
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         strides.extend(cache_strides(cache, step.kv.page_size, step.kv_layout, name))
@@ -97,7 +97,8 @@ def _check_call(
             )
     if k_cache.shape[0] != v_cache.shape[0]:
         what = "token slots" if k_cache.ndim == 3 else "pages"
-        raise ValueError(f"k_cache has {k_cache.shape[0]} {what}, v_cache has {v_cache.shape[0]}: one table addresses both")
+        sizes = f"k_cache has {k_cache.shape[0]} {what}, v_cache has {v_cache.shape[0]}"
+        raise ValueError(f"{sizes}: one table addresses both")
     return tuple(strides)
 
 
@@ -119,7 +120,7 @@ def tree_attention(
     Parameters
     ----------
     q : Tensor
-        ``[total_q, num_qo_heads, head_dim]``, rows of request b at ``qo_indptr[b]``. Content of padding rows is ignored.
+        ``[total_q, num_qo_heads, head_dim]``, rows of request b at ``qo_indptr[b]``; padding rows may hold anything.
     k_cache, v_cache : Tensor
         Paged caches, ``[pages, page_size, kv_heads, head_dim]`` ("NHD"), ``[pages, kv_heads, page_size, head_dim]``
         ("HND") or ``[token_slots, kv_heads, head_dim]``; any strides with the last axis contiguous.
@@ -148,7 +149,8 @@ def tree_attention(
     """
     host = step.host
     key = (
-        q.device, k_cache.device, v_cache.device, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype, v_cache.shape, v_cache.stride(),
+        q.device, k_cache.device, v_cache.device, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(),
+        k_cache.dtype, v_cache.shape, v_cache.stride(),
         v_cache.dtype, None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype, k_tree.device),
         None if v_tree is None else (v_tree.shape, v_tree.stride(), v_tree.dtype, v_tree.device),
         None if out is None else (out.shape, out.stride(), out.dtype, out.device),
@@ -192,7 +194,7 @@ def _run_triton(
     shapes: tuple[Any, ...],
     strides: tuple[int, ...],
 ) -> None:
-    """Launch the kernels that were compiled for these shapes, strides and alignments; prepare them at the first call."""
+    """Launch the kernels compiled for these shapes, strides and alignments; the first such call prepares them."""
     if step.layout.batch == 0 or q.shape[0] == 0:
         if zero_tail:
             out.zero_()

@@ -95,7 +95,8 @@ class Step:
     def request_lengths(self, rows: int) -> Iterator[tuple[int, int, int, int, int]]:
         """``request, first_row, q_len, prefix_len, num_nodes`` of each request that has rows (reads the device).
 
-        `rows` is what the caller's q has; a layout of more raises ValueError before anything is yielded. A request whose addresses cannot hold its tokens counts as empty, and sets the status word.
+        `rows` is what the caller's q has; a layout of more raises ValueError before anything is yielded. A request
+        whose addresses cannot hold its tokens counts as empty, and sets the status word.
         """
         layout = self.layout
         starts = layout.qo_indptr.tolist()

@@ -46,7 +46,12 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], device: torch.device, arguments: dict[str, Any], options: dict[str, Any]
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        device: torch.device,
+        arguments: dict[str, Any],
+        options: dict[str, Any],
     ) -> None:
         self.kernel, self.grid, self.device = kernel, (*grid, 1, 1)[:3], device
         self.arguments, self.options = arguments, options
@@ -204,8 +209,9 @@ class LayerLaunch:
         else:
             k_tree_at, v_tree_at = k_tree.data_ptr(), v_tree.data_ptr()
         self.attention(
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), k_tree_at, v_tree_at, out_at, lse_at, sm_scale * LOG2_E
-        )
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), k_tree_at, v_tree_at, out_at, lse_at,
+            sm_scale * LOG2_E,
+        )  # fmt: skip
         self.finish(out_at, lse_at)
 
     @staticmethod
