@@ -15,6 +15,7 @@ from .kv import PagedKV
 from .layout import TreeLayout
 from .plan import Step, plan
 from .verify import Accepted, accept, compact_kv_, global_rows
+from .width import VerifyWidth, resolve_verify_width
 
 __all__ = [
     "Accepted",
@@ -23,12 +24,14 @@ __all__ = [
     "StaticBuffers",
     "Step",
     "TreeLayout",
+    "VerifyWidth",
     "__version__",
     "accept",
     "available_backends",
     "compact_kv_",
     "global_rows",
     "plan",
+    "resolve_verify_width",
     "select_config",
     "tree_attention",
 ]

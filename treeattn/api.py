@@ -85,7 +85,7 @@ def _check_call(
     for name in ("out", "lse"):
         tensor = named[name]
         if tensor is not None and any(size > 1 and tensor.stride(axis) == 0 for axis, size in enumerate(tensor.shape)):
-            raise ValueError(f"{name} is written: its elements must not share memory, its strides are {tensor.stride()}")
+            raise ValueError(f"{name} is written: its elements must not share memory (strides {tensor.stride()})")
     strides: list[int] = []
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         strides.extend(cache_strides(cache, step.kv.page_size, step.kv_layout, name))
