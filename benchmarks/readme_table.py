@@ -26,6 +26,11 @@ OURS, CHAIN = "treeattn_triton", "fa3_causal"
 GEOMETRY = ("batch", "q_len", "prefix", "qo_heads", "kv_heads")
 HEADER = ("batch", "q_len", "prefix", "heads", "floor", "treeattn", "share of floor", "FA3 causal chain")
 
+NO_RESULTS = (
+    "No run of `treeattn bench gqa` is committed yet; what single configurations took on an H200 while they were tuned\n"
+    "stands in [docs/performance.md](docs/performance.md)."
+)
+
 Geometry = tuple[int, ...]
 
 
@@ -81,6 +86,13 @@ def render(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", note])
 
 
+def table_of(path: Path) -> str:
+    """Render the results at `path`; where none are committed yet, say so."""
+    if path.exists():
+        return render(json.loads(path.read_text()))
+    return NO_RESULTS
+
+
 def insert(readme: str, table: str) -> str:
     """Replace what stands between the two marks in `readme`."""
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
@@ -98,7 +110,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if out of date")
     options = parser.parse_args()
     before = options.readme.read_text()
-    after = insert(before, render(json.loads(options.results.read_text())))
+    after = insert(before, table_of(options.results))
     if options.check:
         return int(before != after)
     options.readme.write_text(after)

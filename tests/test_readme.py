@@ -84,8 +84,14 @@ def test_table_goes_between_the_marks_and_nowhere_else(readme_table: ModuleType)
 
 
 def test_table_of_this_readme_is_what_the_results_say(readme_table: ModuleType) -> None:
-    measured = json.loads(readme_table.RESULTS.read_text())
-    assert readme_table.insert(README, readme_table.render(measured)) == README
+    assert readme_table.insert(README, readme_table.table_of(readme_table.RESULTS)) == README
+
+
+def test_table_comes_from_the_file_and_says_when_there_is_none(readme_table: ModuleType, tmp_path: Path) -> None:
+    assert readme_table.table_of(tmp_path / "missing.json") == readme_table.NO_RESULTS
+    path = tmp_path / "h200-gqa.json"
+    path.write_text(json.dumps(results()))
+    assert readme_table.table_of(path) == readme_table.render(results())
 
 
 def test_table_of_nothing_is_refused(readme_table: ModuleType) -> None:

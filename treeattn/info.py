@@ -49,6 +49,8 @@ def geometry_info(
     import treeattn
 
     qo, kv, dim = geometry
+    if not 1 <= dim <= 256 or kv < 1 or qo % kv:
+        raise ValueError(f"geometry {qo}/{kv}/{dim}: query heads must be a multiple of KV heads, head_dim 1 to 256")
     group, rows = qo // kv, qo // kv * q_len
     config = treeattn.select_config(arch, getattr(torch, dtype), group, dim, q_len)
     fields = asdict(config)

@@ -41,7 +41,7 @@ class _Method:
 
 # Which methods verify trees, and the budget each takes by itself. "topk": a tree when topk > 1, else a chain.
 _METHODS = {
-    "ddtree": _Method("always", "ddtree's own default is 64 nodes (its reference sweeps 16 to 1024)"),
+    "ddtree": _Method("always", "ddtree's ports default to 64 nodes, its reference sweeps 16 to 1024"),
     "jetspec": _Method("always", "jetspec's own default is 255 nodes (its README uses 128)"),
     "medusa": _Method("always", "medusa's own tree has 63 nodes"),
     "hydra": _Method("always", "hydra uses medusa's tree of 63 nodes"),
@@ -122,6 +122,8 @@ def resolve_verify_width(
     counts = {"width": (width, 1), "block_size": (block_size, 1), "tree_budget": (tree_budget, 0)}
     counts |= {"num_draft_tokens": (num_draft_tokens, 1), "topk": (topk, 1), "num_steps": (num_steps, 0)}
     for name, (value, low) in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be an int, got {value!r}")
         if value is not None and value < low:
             raise ValueError(f"{name} is {value}, must be {low} or more")
     if width is not None:

@@ -192,6 +192,12 @@ def load_workloads(names: list[str], file: str | Path | None = None, **overrides
             fixed: dict[str, Any] = {
                 key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
             }
+            for key, value in fixed.items():
+                whole = isinstance(value, (int, tuple)) and not isinstance(value, bool)
+                if not (isinstance(value, str) if key in ("kind", "kv_layout", "dtype") else whole):
+                    raise ValueError(f"{file}, entry {index}: {key} is {value!r}")
+            if fixed.get("batch", 1) < 1 or fixed.get("q_len", 1) < 1:
+                raise ValueError(f"{file}, entry {index}: batch and q_len must be at least 1")
             rows.append(Workload(**fixed))
     changed = {key: value for key, value in overrides.items() if value is not None}
     return [dataclasses.replace(row, **changed) for row in rows]
