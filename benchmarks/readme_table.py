@@ -27,8 +27,8 @@ GEOMETRY = ("batch", "q_len", "prefix", "qo_heads", "kv_heads")
 HEADER = ("batch", "q_len", "prefix", "heads", "floor", "treeattn", "share of floor", "FA3 causal chain")
 
 NO_RESULTS = (
-    "No run of `treeattn bench gqa` is committed yet; what single configurations took on an H200 while they were tuned\n"
-    "stands in [docs/performance.md](docs/performance.md)."
+    "No run of `treeattn bench gqa` is committed yet; what single configurations took on an H200 while they were\n"
+    "tuned stands in [docs/performance.md](docs/performance.md)."
 )
 
 Geometry = tuple[int, ...]

@@ -209,8 +209,8 @@ def _run(args: argparse.Namespace) -> int:
         PROMPTS
     )
     ids = [loaded.encode(prompt.text, prompt.chat) for prompt in prompts]
-    for prompt, tokens in zip(prompts, ids, strict=True):
-        if len(tokens) == 0:
+    for prompt, encoded in zip(prompts, ids, strict=True):
+        if len(encoded) == 0:
             raise DemoUnavailableError(f"{prompt.title} has no tokens: decoding starts from at least one")
     lengths = ", ".join(f"{prompt.title} {len(i)}" for prompt, i in zip(prompts, ids, strict=True))
     print(f"prompts (tokens): {lengths}; {args.max_new_tokens} new tokens at most\n")
