@@ -91,7 +91,7 @@ def known_chip(arch: int) -> int:
 
 
 def shared_bytes(chip: int, dtype: torch.dtype, rows: int, block_n: int, block_d: int, num_stages: int) -> int:
-    """Shared memory that ``attention_kernel`` takes of a block, at most: what the compile tests hold Triton to.
+    """Shared memory that ``attention_kernel`` takes of a block, at most (compile tests see what it really takes).
 
     q, the pipeline's K and V tiles, and 1 KiB for barriers and padding. Where the matrix unit reads shared memory
     by itself (wgmma, tcgen05: 16-bit types and 64 rows or more on sm_90, 100 and 103), a tile is in use while
@@ -213,9 +213,9 @@ def _many_rows(chip: int, dtype: torch.dtype, rows: int, block_d: int) -> Kernel
 
 def _float32(chip: int, block_d: int) -> KernelConfig:
     """True float32 products run on the CUDA cores; one stage, as a pipeline's loads spill there (884 bytes at 128)."""
-    # 32 rows of 256 spill
-    block_m = 32 if block_d <= 128 else 16
+    # 32 rows of 256 spill, and two programs of that width are more than a multiprocessor's registers
+    block_m, most = (32, 2) if block_d <= 128 else (16, 1)
     warps = 4 if block_d <= 64 else 8
-    block_n, stages, programs = deepest_pipeline(chip, torch.float32, block_m, block_d, 2, ((32, 1),))
+    block_n, stages, programs = deepest_pipeline(chip, torch.float32, block_m, block_d, most, ((32, 1),))
     reason = "true float32 products on the CUDA cores"
     return KernelConfig(block_m, 0, False, block_n, block_d, warps, stages, programs, 2, reason)

@@ -16,7 +16,22 @@ from treeattn.kernels import catalogue
 from treeattn.testing.compile_matrix import SHARED_LIMIT_BYTES, compile_for
 
 # Pattern of "triton-<minor>/sm_<arch>/<case name>" -> (bytes of spill stores + loads allowed, why it ships)
-SPILL_EXCEPTIONS: dict[str, tuple[int, str]] = {}
+SPILL_EXCEPTIONS: dict[str, tuple[int, str]] = {
+    "triton-3.6/sm_90/attention-bf16-d256-m64-*": (
+        600,
+        "Triton 3.6 keeps an accumulator of 64 x 256 and what surrounds the loop alive; one reload is in the loop over "
+        "the prefix, the others are at the tree and outside; fewer stages or keys spill the same; not measured",
+    ),
+    "triton-3.9/sm_10[03]/attention-bf16-d256-m64-*": (64, "the same accumulator, in tensor memory; not measured"),
+    "triton-*/sm_*/attention-fp32-d128-*": (
+        200,
+        "products on the CUDA cores, unrolled: ptxas orders thousands of them; 16 rows spill too; not measured",
+    ),
+    "triton-*/sm_*/attention-fp32-d256-*": (64, "as fp32-d128"),
+    "triton-3.9/sm_80/attention-fp32-d32-*": (16, "as fp32-d128"),
+    "triton-3.9/sm_103/finish-items": (8, "one register of 56, stored and loaded once a program; not measured"),
+    "triton-*/sm_*/attention-*-transposed-rows": (64, "not chosen by select_config; compiled so that it stays usable"),
+}
 
 TRITON = ".".join(triton.__version__.split(".")[:2])
 CASES = [(arch, *case) for arch in SHARED_LIMIT_BYTES for case in catalogue.compile_cases(arch)]

@@ -74,7 +74,7 @@ def compile_cases(arch: int) -> Iterator[Case]:
             if dtype == torch.bfloat16 and config.block_d in (64, 128):
                 yield attention_case(arch, config, dtype, PAGED, "paged")
     one_tile = select_config(arch, torch.bfloat16, 4, 64, 16)
-    few = dataclasses.replace(one_tile, block_r=16, few_r=True, programs_per_sm=1)
+    few = dataclasses.replace(one_tile, block_r=16, few_r=True, block_n=32, programs_per_sm=1)
     yield attention_case(arch, few, torch.bfloat16, SCATTERED, "transposed-rows")
     common = select_config(arch, torch.bfloat16, 4, 128, 16)
     for name, call in {

@@ -24,7 +24,7 @@ from .finish import finish_kernel
 from .plan import plan_kernel
 
 PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan places
-PLAN_ELEMENTS = 8192  # or fewer, so that programs times requests stay in its registers
+PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of four warps; a wider batch takes sixteen
 ZERO_ROWS = 16  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 LOG2_E = 1.4426950408889634
@@ -88,6 +88,7 @@ def plan_launch(step: Step) -> Launch:
     csr = kv.kv_indptr is not None
     block_b = max(16, next_power_of_2(layout.batch))
     block_p = max(1, min(PLAN_BLOCK, PLAN_ELEMENTS // block_b))
+    warps = 4 if block_p == PLAN_BLOCK else 16
     arguments = {
         "prefix_lens_ptr": layout.prefix_lens,
         "num_nodes_ptr": layout.num_nodes,
@@ -114,7 +115,8 @@ def plan_launch(step: Step) -> Launch:
         "BLOCK_B": block_b,
         "BLOCK_P": block_p,
     }
-    return Launch(plan_kernel, (triton.cdiv(step.num_programs, block_p),), layout.device, arguments, {"num_warps": 4})
+    grid = (triton.cdiv(step.num_programs, block_p),)
+    return Launch(plan_kernel, grid, layout.device, arguments, {"num_warps": warps})
 
 
 class LayerLaunch:
