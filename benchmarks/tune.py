@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -56,10 +57,11 @@ def tree_calls(inputs: Inputs, config: KernelConfig) -> Calls:
     layout = treeattn.TreeLayout.from_parents(**args)
     step = treeattn.plan(layout, kv_of(paged, inputs.lengths), backend="triton", config=config, **group_args(inputs))
     out = torch.empty_like(inputs.q)
-    calls = [
-        lambda k=k, v=v: treeattn.tree_attention(inputs.q, k, v, step, out=out)
-        for k, v in zip(paged.k, paged.v, strict=True)
-    ]
+
+    def call(k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: treeattn.tree_attention(inputs.q, k, v, step, out=out)
+
+    calls = [call(k, v) for k, v in zip(paged.k, paged.v, strict=True)]
     return Calls(calls, "tree", paged, work.page_size, out)
 
 

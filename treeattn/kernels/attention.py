@@ -31,6 +31,7 @@ from .tiles import (
     attend,
     attend_few,
     bit_or,
+    edge_addresses,
     head_base,
     load_rows,
     load_tile,
@@ -38,7 +39,6 @@ from .tiles import (
     row_offsets,
     store_out,
     store_partial,
-    table_pages,
     tile_base,
     tile_offsets,
     tile_pages,
@@ -95,6 +95,7 @@ def attention_kernel(
     HAS_LSE: tl.constexpr,
     NEGATE: tl.constexpr,  # sm_scale is negative
     WIDE: tl.constexpr,  # offsets inside one request, or inside one page, may pass 2^31
+    SAME_STRIDES: tl.constexpr,  # of the K and V caches
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -104,6 +105,9 @@ def attention_kernel(
     PDL: tl.constexpr,  # finish_kernel may start early and wait for this one
 ):
     TILE_ROWS: tl.constexpr = BLOCK_M + BLOCK_R
+    if SAME_STRIDES:
+        # one set of offsets serves both, in half the registers
+        stride_v_page, stride_v_slot, stride_v_head = stride_k_page, stride_k_slot, stride_k_head
     program = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -205,29 +209,11 @@ def attention_kernel(
                     some = some | tl.reduce(words_r, 0, bit_or)
                 # a key that no row of the tile sees is not read: it may hold anything, and 0 * NaN is NaN
                 needed = tl.where(in_prefix, position < prefix, (node < present) & ((some >> e) & 1 != 0))
-                k_base, v_base = k_head_ptr, v_head_ptr
-                k_page, v_page = stride_k_page, stride_v_page
-                within = position % PAGE_SIZE
-                if TREE_SLOTS or FRESH:
-                    # selects, not branches: a branch holds both sides' blocks in registers (1140 bytes spilled)
-                    page = table_pages(pages_ptr, position, needed & (position < prefix), PAGE_SIZE)
-                    if FRESH:
-                        page = tl.where(in_prefix, page, first_row + node)
-                        within = tl.where(in_prefix, within, 0)
-                        k_page = tl.where(in_prefix, stride_k_page, stride_k_tree_row)
-                        v_page = tl.where(in_prefix, stride_v_page, stride_v_tree_row)
-                        if in_prefix == 0:
-                            k_base = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
-                            v_base = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
-                    else:
-                        in_tree = needed & (position >= prefix)
-                        slot = tl.load(tree_slots_ptr + first_row + node, mask=in_tree, other=0).to(tl.int64)
-                        page = tl.where(in_prefix, page, slot // PAGE_SIZE)
-                        within = tl.where(in_prefix, within, (slot % PAGE_SIZE).to(tl.int32))
-                else:
-                    page = table_pages(pages_ptr, position, needed, PAGE_SIZE)
-                k_off = page * k_page + within * stride_k_slot
-                v_off = page * v_page + within * stride_v_slot
+                k_base, v_base, k_off, v_off = edge_addresses(
+                    k_head_ptr, v_head_ptr, k_tree_ptr, v_tree_ptr, pages_ptr, tree_slots_ptr, in_prefix, position,
+                    node, needed, prefix, first_row, kv_head, stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
+                    stride_k_tree_row, stride_k_tree_head, stride_v_tree_row, stride_v_tree_head, PAGE_SIZE, TREE_SLOTS,
+                    FRESH, WIDE)  # fmt: skip
                 k = load_tile(k_base, k_off, needed, HEAD_DIM, BLOCK_D, True)
                 v = load_tile(v_base, v_off, needed, HEAD_DIM, BLOCK_D, True)
                 sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]

@@ -44,7 +44,7 @@ class Call:
     """What the kernels compile in of a step and a layer call, beside their configuration.
 
     ``unused`` is how far ``head_dim`` is below ``block_d``; ``tree_kv`` where the nodes' K and V are; ``wide`` asks for
-    offsets inside a request that pass 2^31.
+    offsets inside a request that pass 2^31; ``alike`` are K and V caches of the same strides.
     """
 
     page_size: int = 1
@@ -54,6 +54,7 @@ class Call:
     negate: bool = True
     unused: int = 16
     wide: bool = False
+    alike: bool = True
     group: int = 4
     batch: int = 64
     q_len: int = 65
@@ -79,6 +80,7 @@ def compile_cases(arch: int) -> Iterator[Case]:
     common = select_config(arch, torch.bfloat16, 4, 128, 16)
     for name, call in {
         "wide": Call(wide=True, unused=0),
+        "unlike-strides": dataclasses.replace(PAGED, alike=False),
         "group-3": Call(group=3, page_size=16, csr=False, tree_kv="table", lse=False),
     }.items():
         yield attention_case(arch, common, torch.bfloat16, call, name)
@@ -97,9 +99,9 @@ def compile_cases(arch: int) -> Iterator[Case]:
 
 
 def configurations(arch: int, dtype: torch.dtype) -> list[KernelConfig]:
-    """Each configuration that `select_config` has for a chip and a dtype, once."""
+    """Each configuration that `select_config` has for a chip and a dtype, once whatever the reason."""
     found = (select_config(arch, dtype, 1, dim, q_len) for dim in HEAD_DIMS for q_len in Q_LENS)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(dataclasses.replace(config, reason="") for config in found))
 
 
 def attention_case(arch: int, config: KernelConfig, dtype: torch.dtype, call: Call, what: str) -> Case:
@@ -151,9 +153,10 @@ def _layer(arch: int, config: KernelConfig, dtype: torch.dtype, call: Call) -> t
     k_tree, v_tree = (_empty(rows, KV_HEADS, dim, dtype=dtype) if fresh else None for _ in range(2))
     cache = _empty(64, call.page_size, KV_HEADS, dim, dtype=dtype)
     strides = cache_strides(cache, call.page_size, "NHD", "k_cache")
+    of_v = strides if call.alike else tuple(2 * stride for stride in strides)
     lse = _empty(rows, heads, dtype=torch.float32) if call.lse else None
     launch = LayerLaunch(
-        step, q, k_tree, v_tree, out, lse, cache_strides=(*strides, *strides), negate=call.negate, zero_tail=True,
+        step, q, k_tree, v_tree, out, lse, cache_strides=(*strides, *of_v), negate=call.negate, zero_tail=True,
         arch=arch,
     )  # fmt: skip
     return launch, launch.leading(q, cache, cache, k_tree, v_tree, out, lse, 1.0)

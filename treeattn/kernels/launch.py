@@ -178,13 +178,13 @@ class LayerLaunch:
             "prefix_lens_ptr": step.layout.prefix_lens,
             "qo_indptr_ptr": step.layout.qo_indptr,
         }
-        options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
         if config.max_registers:
             options["maxnreg"] = config.max_registers
         arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, negate)
         self.attention = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
         arguments, programs = _finish_arguments(step, rows, zero_tail)
-        options = {"num_warps": 4, "launch_pdl": pdl} if pdl else {"num_warps": 4}
+        options = {"num_warps": 4, "enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
         self.finish = Launch(finish_kernel, (programs,), step.layout.device, shared | arguments, options)
 
     def __call__(
@@ -257,6 +257,7 @@ def _attention_arguments(
         "TREE_SLOTS": kv.tree_slots is not None,
         "FRESH": k_tree is not None,
         "NEGATE": negate,
+        "SAME_STRIDES": cache_strides[:3] == cache_strides[3:],
         "BLOCK_M": config.block_m,
         "BLOCK_R": config.block_r,
         "SWAP_R": config.few_r,

@@ -100,6 +100,42 @@ def tile_offsets(pages, tile, n, stride_page, stride_slot, PAGE_SIZE: tl.constex
 
 
 @triton.jit
+def edge_addresses(
+    k_head_ptr, v_head_ptr, k_tree_ptr, v_tree_ptr, pages_ptr, tree_slots_ptr, in_prefix, position, node, needed,
+    prefix, first_row, kv_head, stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_k_tree_row,
+    stride_k_tree_head, stride_v_tree_row, stride_v_tree_head, PAGE_SIZE: tl.constexpr, TREE_SLOTS: tl.constexpr,
+    FRESH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Bases and element offsets of an edge tile's K and V: behind the prefix, at ``tree_slots``, or fresh.
+
+    Selects, not branches: a branch holds both sides' blocks in registers (1140 bytes spilled).
+    """
+    k_base, v_base = k_head_ptr, v_head_ptr
+    k_page, v_page = stride_k_page, stride_v_page
+    within = position % PAGE_SIZE
+    if WIDE:
+        within = within.to(tl.int64)
+    if TREE_SLOTS or FRESH:
+        page = table_pages(pages_ptr, position, needed & (position < prefix), PAGE_SIZE)
+        if FRESH:
+            page = tl.where(in_prefix, page, first_row + node)
+            within = tl.where(in_prefix, within, 0)
+            k_page = tl.where(in_prefix, stride_k_page, stride_k_tree_row)
+            v_page = tl.where(in_prefix, stride_v_page, stride_v_tree_row)
+            if in_prefix == 0:
+                k_base = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
+                v_base = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
+        else:
+            in_tree = needed & (position >= prefix)
+            slot = tl.load(tree_slots_ptr + first_row + node, mask=in_tree, other=0).to(tl.int64)
+            page = tl.where(in_prefix, page, slot // PAGE_SIZE)
+            within = tl.where(in_prefix, within, (slot % PAGE_SIZE).to(within.dtype))
+    else:
+        page = table_pages(pages_ptr, position, needed, PAGE_SIZE)
+    return k_base, v_base, page * k_page + within * stride_k_slot, page * v_page + within * stride_v_slot
+
+
+@triton.jit
 def load_tile(ptr, offsets, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
     """K or V rows ``[BLOCK_N, BLOCK_D]``. What is not valid is 0 and never read: a NaN there cannot poison."""
     d = tl.arange(0, BLOCK_D)
