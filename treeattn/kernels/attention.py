@@ -211,9 +211,10 @@ def attention_kernel(
                 needed = tl.where(in_prefix, position < prefix, (node < present) & ((some >> e) & 1 != 0))
                 k_base, v_base, k_off, v_off = edge_addresses(
                     k_head_ptr, v_head_ptr, k_tree_ptr, v_tree_ptr, pages_ptr, tree_slots_ptr, in_prefix, position,
-                    node, needed, prefix, first_row, kv_head, stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
-                    stride_k_tree_row, stride_k_tree_head, stride_v_tree_row, stride_v_tree_head, PAGE_SIZE, TREE_SLOTS,
-                    FRESH, WIDE)  # fmt: skip
+                    node, needed, prefix, first_row, kv_head, stride_k_page, stride_k_slot, stride_v_page,
+                    stride_v_slot, stride_k_tree_row, stride_k_tree_head, stride_v_tree_row, stride_v_tree_head,
+                    PAGE_SIZE, TREE_SLOTS, FRESH, WIDE,
+                )  # fmt: skip
                 k = load_tile(k_base, k_off, needed, HEAD_DIM, BLOCK_D, True)
                 v = load_tile(v_base, v_off, needed, HEAD_DIM, BLOCK_D, True)
                 sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
