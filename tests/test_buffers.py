@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from treeattn import PagedKV, StaticBuffers
+from treeattn import PagedKV, StaticBuffers, select_config
 
 
 def made(*widths: int) -> tuple[StaticBuffers, list[PagedKV]]:
@@ -62,3 +62,19 @@ def test_a_narrower_table_leaves_no_page_of_the_step_before() -> None:
     buffers.update_(kv=table(2, 1), **step(batch=2))
     assert own.block_table is not None
     assert own.block_table[:2].tolist() == [[50, 0, 0, 0], [51, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("batch", "q_len", "rows"), [(1, 1, None), (4, 17, None), (64, 65, 1000), (512, 257, None)])
+def test_nbytes_follows_the_written_formula(batch: int, q_len: int, rows: int | None) -> None:
+    groups: list[dict[str, Any]] = [
+        {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+        {"num_qo_heads": 9, "num_kv_heads": 3, "head_dim": 64, "dtype": torch.float32},
+    ]
+    words, total = -(-q_len // 64), rows or batch * q_len
+    expected = total * (8 * words + 20) + 20 * batch + 28
+    for group in groups:
+        dtype, per_kv_head = group.get("dtype", torch.bfloat16), group["num_qo_heads"] // group["num_kv_heads"]
+        config = select_config(90, dtype, per_kv_head, group["head_dim"], q_len)
+        programs = 132 * config.programs_per_sm
+        expected += 8 * programs * config.tile_rows * (group["head_dim"] + 1) + 64 * programs + 8 * batch + 8
+    assert StaticBuffers.nbytes(batch, q_len, rows, groups=groups) == expected
