@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# What is measured and proved on a GPU, stage by stage, from a source tree that is not installed.
+#
+#   REV=$(git rev-parse HEAD) OUT=benchmarks/results bash benchmarks/gpu.sh bench tests sanitize check demo
+#
+# bench     treeattn bench gqa step -> h200-gqa.json (FlashAttention-3 beside it where flash_attn_interface imports)
+# tests     the test suite on the GPU -> gpu-tests.json
+# sanitize  compute-sanitizer memcheck on a small run of each kernel
+# check     random and adversarial cases against float64
+# demo      draft trees through a CUDA graph: float32 exact, bfloat16 with the first divergence, and without a graph
+#
+# Each stage prints its seconds and exit status; the script fails if one did. Peers: PEERS=folder that holds fa3/.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+: "${OUT:=benchmarks/results}" "${REV:=$(git rev-parse HEAD 2>/dev/null || echo unknown)}" "${CASES:=200}"
+export PYTHONPATH="$PWD${PEERS:+:$PEERS/fa3}" PYTHONUNBUFFERED=1 TREEATTN_GIT_REV="$REV"
+failed=0
+
+stage() {
+  local name=$1 begin=$SECONDS status
+  shift
+  echo "== $name: $*"
+  "$@"
+  status=$?
+  echo "== $name: exit status $status after $((SECONDS - begin)) s"
+  [ "$status" -eq 0 ] || failed=1
+}
+
+for name in "${@:-bench}"; do
+  case $name in
+    bench) stage bench python3 -m treeattn bench gqa step --out "$OUT/h200-gqa.json" ;;
+    tests) stage tests python3 benchmarks/gpu_tests.py --git-rev "$REV" --out "$OUT" ;;
+    sanitize)
+      stage sanitize env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+        compute-sanitizer --tool memcheck --error-exitcode 9 python3 benchmarks/sanitize.py
+      ;;
+    check) stage check python3 -m treeattn check --device cuda --backend triton --cases "$CASES" --quiet ;;
+    demo)
+      stage demo python3 -m treeattn demo --device cuda
+      stage demo-bf16 python3 -m treeattn demo --device cuda --dtype bfloat16
+      stage demo-eager python3 -m treeattn demo --device cuda --no-graph
+      ;;
+    *) echo "no stage $name" >&2; failed=1 ;;
+  esac
+done
+exit "$failed"
