@@ -210,7 +210,7 @@ class StaticBuffers:
         -----
         With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
         bytes. A Triton group with P programs and row tiles of R takes
-        ``8 * P * R * (head_dim + 1) + 64 * P + 8 * max_batch + 8``: two float32 partials (out and lse) a program.
+        ``8 * P * R * (head_dim + 1) + 64 * P + 8 * max_batch + 20``: two float32 partials (out and lse) a program.
         """
         from .config import select_config
 

@@ -36,7 +36,7 @@ class PlanBuffers:
             "work": ((num_programs, 16), torch.int32),
             "item_start": ((batch + 1,), torch.int32),
             "nodes": ((max(batch, 1),), torch.int32),
-            "share": ((1,), torch.int32),
+            "share": ((4,), torch.int32),
             "partial_out": ((2 * num_programs, tile_rows, head_dim), torch.float32),
             "partial_lse": ((2 * num_programs, tile_rows), torch.float32),
         }

@@ -17,6 +17,7 @@ from .plan import (
     WORK_FIELDS,
     WORK_FIRST_ROW,
     WORK_KV_HEAD,
+    WORK_LANE,
     WORK_LEFT,
     WORK_NODES,
     WORK_PREFIX,
@@ -122,6 +123,7 @@ def attention_kernel(
     first_row = tl.load(work + WORK_FIRST_ROW)
     row_tiles = tl.load(work + WORK_ROW_TILES)
     tile_rows = tl.load(work + WORK_TILE_ROWS)  # rows are dealt evenly, so that no tile is nearly empty
+    lane = tl.load(work + WORK_LANE)
     zero = tl.load(work + WORK_ZERO)
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
@@ -252,8 +254,8 @@ def attention_kernel(
             left -= last - tile
             tile = 0
             row_tile += 1
-            if row_tile == row_tiles:
-                row_tile = 0
+            if row_tile == tl.where(lane < 0, row_tiles, lane + 1):
+                row_tile = tl.maximum(lane, 0)
                 kv_head += 1
         if (kv_head == KV_HEADS) | (nodes == 0):
             kv_head = 0

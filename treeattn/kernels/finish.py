@@ -123,6 +123,8 @@ def finish_kernel(
 
     index = program // CHUNKS
     share = tl.load(share_ptr)
+    lane_programs = tl.load(share_ptr + 1)
+    lanes = tl.load(share_ptr + 2)
     work = work_ptr + (index + 1) * WORK_FIELDS
     if BY_ITEM:
         request = index // items_a_request
@@ -137,20 +139,23 @@ def finish_kernel(
     else:
         kv_head = tl.load(work + WORK_KV_HEAD)
         row_tile = tl.load(work + WORK_ROW_TILE)
-        start = (index + 1) * share - tl.load(work + WORK_TILE)
+        lane = (index + 1) // lane_programs
+        place = (index + 1 - lane * lane_programs) * share
+        start = place - tl.load(work + WORK_TILE)
         nodes = tl.load(work + WORK_NODES)
         prefix = tl.load(work + WORK_PREFIX)
         first_row = tl.load(work + WORK_FIRST_ROW)
         row_tiles = tl.load(work + WORK_ROW_TILES)
     item_tiles = prefix // BLOCK_N + tl.cdiv(prefix % BLOCK_N, BLOCK_E) + tl.cdiv(nodes, BLOCK_E)
     if BY_ITEM:
-        start += item * item_tiles
+        lane = tl.where(lanes > 1, row_tile, 0)
+        start += tl.where(lanes > 1, kv_head, item) * item_tiles
         mine = (kv_head < KV_HEADS) & (nodes > 0)
     else:
         # the first boundary inside an item is the one that merges it
-        mine = (tl.load(work + WORK_TILE) > 0) & (start >= index * share) & (tl.load(work + WORK_LEFT) > 0)
-    first = start // share
-    last = (start + item_tiles - 1) // share
+        mine = (tl.load(work + WORK_TILE) > 0) & (start >= place - share) & (tl.load(work + WORK_LEFT) > 0)
+    first = lane * lane_programs + start // share
+    last = lane * lane_programs + (start + item_tiles - 1) // share
     # every program waits, also those with nothing to do: what follows in the stream must find attention done
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -8,6 +8,10 @@ side by side on one line (request, then KV head, then row tile) and program ``p`
 ``[p * share, (p + 1) * share)``: a ragged batch is balanced to within one tile, and an item is cut only where two
 programs meet. At most ``num_programs - 1`` items are cut, into at most ``2 * num_programs`` partials.
 
+Where every request has the same number of row tiles, each row tile has a line of its own (a *lane*) and an equal part
+of the programs. Programs of the same place in their lanes then walk the same keys at the same time, and what one of
+them brings from memory the others find in L2.
+
 Outputs (int32):
 
 ``work [num_programs, 16]``
@@ -15,11 +19,11 @@ Outputs (int32):
     KV tile where its stretch begins, its length in tiles, then of that request the nodes, prefix_len, first row, row
     tiles and rows of a row tile.
 ``item_start [batch + 1]``
-    Line position (in tiles) at which each request begins; the total last.
+    Line position (in tiles) at which each request begins; the length of the line last.
 ``nodes [batch]``
     Nodes to compute: ``num_nodes``, or 0 where the request's addresses cannot hold what the layout claims.
-``share [1]``
-    Tiles a program.
+``share [4]``
+    Tiles a program, programs a lane, lanes, unused.
 """
 
 import triton
@@ -38,6 +42,7 @@ WORK_FIRST_ROW = tl.constexpr(7)
 WORK_ROW_TILES = tl.constexpr(8)
 WORK_TILE_ROWS = tl.constexpr(9)
 WORK_ZERO = tl.constexpr(10)  # always 0: see attention_kernel
+WORK_LANE = tl.constexpr(11)  # the row tile that this program keeps to; -1 where there is one line for all
 
 
 @triton.jit
@@ -56,7 +61,7 @@ def plan_kernel(
     work_ptr,  # int32 [num_programs, 16]
     item_start_ptr,  # int32 [batch + 1]
     nodes_ptr,  # int32 [batch]
-    share_ptr,  # int32 [1]
+    share_ptr,  # int32 [4]
     batch,
     max_pages,  # width of the block table; with CSR, the length of kv_indices
     num_programs,
@@ -97,14 +102,23 @@ def plan_kernel(
     if wide_total > 0x7FFFFFFF:
         nodes = nodes * 0
         row_tiles = row_tiles * 0
-    tiles = row_tiles * KV_HEADS * kv_tiles
+    lanes = tl.max(row_tiles, 0)
+    alike = tl.min(tl.where(row_tiles > 0, row_tiles, lanes), 0) == lanes
+    # lanes take the same number of programs each: not if that leaves more than a sixteenth of them idle
+    alike = alike & (lanes > 1) & (num_programs // tl.maximum(lanes, 1) * lanes * 16 >= num_programs * 15)
+    lanes = tl.where(alike, lanes, 1)
+    lane_programs = num_programs // lanes
+    on_line = tl.where(lanes > 1, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
+    tiles = on_line * KV_HEADS * kv_tiles
     end = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
-    share = tl.maximum(tl.cdiv(total, num_programs), min_share)
+    share = tl.maximum(tl.cdiv(total, lane_programs), min_share)
 
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < num_programs
-    start = tl.minimum(p.to(tl.int64) * share, total).to(tl.int32)
+    lane = p // lane_programs
+    place = (p - lane * lane_programs).to(tl.int64) * share
+    start = tl.where(lane < lanes, tl.minimum(place, total), total).to(tl.int32)
     before = (end[None, :] <= start[:, None]) & in_batch[None, :]
     request = tl.minimum(tl.sum(before.to(tl.int32), 1), batch - 1)
     mine = b[None, :] == request[:, None]
@@ -112,12 +126,14 @@ def plan_kernel(
     my_nodes = pick(mine, nodes)
     my_kv_tiles = tl.maximum(pick(mine, kv_tiles), 1)
     my_row_tiles = tl.maximum(pick(mine, row_tiles), 1)
+    my_on_line = tl.maximum(pick(mine, on_line), 1)
     item = within // my_kv_tiles
-    kv_head = item // my_row_tiles
+    kv_head = item // my_on_line
     row = work_ptr + p * WORK_FIELDS
     tl.store(row + WORK_REQUEST, request, mask=live)
     tl.store(row + WORK_KV_HEAD, kv_head, mask=live)
-    tl.store(row + WORK_ROW_TILE, item - kv_head * my_row_tiles, mask=live)
+    tl.store(row + WORK_ROW_TILE, tl.where(lanes > 1, lane, item - kv_head * my_on_line), mask=live)
+    tl.store(row + WORK_LANE, tl.where(lanes > 1, lane, -1), mask=live)
     tl.store(row + WORK_TILE, within - item * my_kv_tiles, mask=live)
     tl.store(row + WORK_LEFT, tl.minimum(total - start, share), mask=live)
     tl.store(row + WORK_NODES, my_nodes, mask=live)
@@ -132,6 +148,8 @@ def plan_kernel(
         tl.store(item_start_ptr + b, end - tiles, mask=in_batch)
         tl.store(item_start_ptr + batch, total)
         tl.store(share_ptr, share)
+        tl.store(share_ptr + 1, lane_programs)
+        tl.store(share_ptr + 2, lanes)
         if wide_total > 0x7FFFFFFF:
             if tl.atomic_cas(status_ptr, 0, WORK_CODE) == 0:
                 tl.store(status_ptr + 1, 0)

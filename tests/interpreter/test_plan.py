@@ -1,0 +1,111 @@
+"""The plan on the device: every tile of every item belongs to exactly one program, on one line or in lanes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import treeattn
+from treeattn import PagedKV, Step, TreeLayout
+from treeattn.kernels import plan as kernel
+
+EDGE = kernel.BLOCK_E.value
+KV_HEADS, DIM = 2, 16
+
+
+def made(prefixes: list[int], nodes: list[int], q_len: int, group: int, device: torch.device) -> Step:
+    layout = TreeLayout.chain(torch.tensor(prefixes, device=device), q_len, torch.tensor(nodes, device=device))
+    table = torch.zeros(len(prefixes), max(prefixes) + q_len, dtype=torch.int32, device=device)
+    kv = PagedKV(page_size=1, block_table=table)
+    return treeattn.plan(layout, kv, group * KV_HEADS, KV_HEADS, DIM, dtype=torch.float32, backend="triton")
+
+
+def shape(step: Step, prefix: int, nodes: int) -> tuple[int, int]:
+    """Row tiles of a request and KV tiles of each."""
+    assert step.config is not None
+    block = step.config.block_n
+    tiles = prefix // block + -(-(prefix % block) // EDGE) + -(-nodes // EDGE)
+    return -(-nodes * step.group // step.config.tile_rows), tiles if nodes else 0
+
+
+def walk(step: Step, prefixes: list[int], nodes: list[int]) -> Counter[tuple[int, int, int, int]]:
+    """How often each (request, KV head, row tile, KV tile) is computed, program by program as the kernel goes."""
+    assert step.buffers is not None
+    done: Counter[tuple[int, int, int, int]] = Counter()
+    for work in step.buffers.work.tolist():
+        request, head, row_tile, tile, left = work[:5]
+        lane = work[kernel.WORK_LANE.value]
+        if left:
+            assert work[5:8] == [nodes[request], prefixes[request], int(step.layout.qo_indptr[request])]
+        while left:
+            row_tiles, tiles = shape(step, prefixes[request], nodes[request])
+            if nodes[request]:
+                last = min(tiles, tile + left)
+                done.update((request, head, row_tile, t) for t in range(tile, last))
+                left -= last - tile
+                row_tile += 1
+                if row_tile == (row_tiles if lane < 0 else lane + 1):
+                    row_tile = max(lane, 0)
+                    head += 1
+            tile = 0
+            if head == KV_HEADS or not nodes[request]:
+                head = 0
+                request += 1
+    return done
+
+
+@given(
+    batch=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=5),
+    alike=st.booleans(),
+    group=st.sampled_from((1, 2, 3, 4)),
+)
+@example(batch=[(50, 33), (7, 33)], alike=True, group=2)
+@example(batch=[(0, 0), (64, 40), (3, 0)], alike=False, group=4)
+def test_every_tile_belongs_to_one_program(batch: list[tuple[int, int]], alike: bool, group: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    prefixes = [prefix for prefix, _ in batch]
+    nodes = [batch[0][1] if alike else count for _, count in batch]
+    step = made(prefixes, nodes, 40, group, device)
+    expected = Counter(
+        (request, head, row_tile, tile)
+        for request, (prefix, count) in enumerate(zip(prefixes, nodes, strict=True))
+        for head in range(KV_HEADS)
+        for row_tile in range(shape(step, prefix, count)[0])
+        for tile in range(shape(step, prefix, count)[1])
+    )
+    assert walk(step, prefixes, nodes) == expected
+
+
+@pytest.mark.parametrize(("nodes", "lanes"), [([17, 17], 1), ([33, 40], 2), ([33, 17], 1), ([0, 40], 2)])
+def test_lanes_where_row_tiles_are_alike(nodes: list[int], lanes: int, device: torch.device) -> None:
+    """Tiles of 48 rows in the interpreter: 17 nodes of group 2 make one, 33 and 40 two."""
+    if device.type == "cuda":
+        pytest.skip("tiles of the interpreter's configuration")
+    step = made([20, 70], nodes, 40, 2, device)
+    assert step.buffers is not None
+    assert step.config is not None
+    assert step.config.tile_rows == 48
+    assert step.buffers.share.tolist()[1:3] == [step.num_programs // lanes, lanes]
+
+
+@pytest.mark.parametrize("nodes", [[40, 33], [40, 17], [0, 40]])
+def test_attention_over_lanes_is_right(nodes: list[int], device: torch.device) -> None:
+    prefixes, q_len, group = [20, 70], 40, 2
+    generator = torch.Generator(device).manual_seed(1)
+    step = made(prefixes, nodes, q_len, group, device)
+    table = torch.randperm(2 * 110, generator=torch.Generator().manual_seed(2)).view(2, 110).to(device, torch.int32)
+    kv = PagedKV(page_size=1, block_table=table)
+    q = torch.randn(2 * q_len, group * KV_HEADS, DIM, device=device, generator=generator)
+    k, v = (torch.randn(220, KV_HEADS, DIM, device=device, generator=generator) for _ in range(2))
+    outs = []
+    for backend in ("triton", "reference"):
+        one = treeattn.plan(step.layout, kv, group * KV_HEADS, KV_HEADS, DIM, dtype=torch.float32, backend=backend)
+        lse = torch.full((2 * q_len, group * KV_HEADS), torch.nan, device=device)
+        out = torch.full_like(q, torch.nan)
+        outs.append((treeattn.tree_attention(q, k, v, one, out=out, lse=lse), lse))
+    assert torch.allclose(outs[0][0], outs[1][0], atol=1e-5)
+    assert torch.allclose(outs[0][1], outs[1][1], atol=1e-5)
