@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .kv import cache_strides
-from .plan import Step
+from .plan import CheckedCall, Step
 
 
 def _check_rows(name: str, tensor: Tensor, step: Step, heads: int) -> None:
@@ -150,22 +149,22 @@ def tree_attention(
     host = step.host
     key = (
         q.device, k_cache.device, v_cache.device, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(),
-        k_cache.dtype, v_cache.shape, v_cache.stride(),
-        v_cache.dtype, None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype, k_tree.device),
+        k_cache.dtype, v_cache.shape, v_cache.stride(), v_cache.dtype,
+        None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype, k_tree.device),
         None if v_tree is None else (v_tree.shape, v_tree.stride(), v_tree.dtype, v_tree.device),
         None if out is None else (out.shape, out.stride(), out.dtype, out.device),
         None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device), None if host is None else host.rows,
     )  # fmt: skip
-    strides = step.checked.get(key)
-    if strides is None:
+    checked = step.checked.get(key)
+    if checked is None:
         strides = _check_call(q, k_cache, v_cache, step, k_tree, v_tree, out, lse)
-        step.checked[key] = strides
+        checked = step.checked[key] = CheckedCall(strides)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(step.head_dim)
     if step.backend == "triton":
-        _run_triton(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, sm_scale, zero_tail, key, strides)
+        _run_triton(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, sm_scale, zero_tail, checked)
         return out
     if step.backend == "reference":
         from .reference import tree_attention_reference as run
@@ -191,8 +190,7 @@ def _run_triton(
     lse: Tensor | None,
     sm_scale: float,
     zero_tail: bool,
-    shapes: tuple[Any, ...],
-    strides: tuple[int, ...],
+    checked: CheckedCall,
 ) -> None:
     """Launch the kernels compiled for these shapes, strides and alignments; the first such call prepares them."""
     if step.layout.batch == 0 or q.shape[0] == 0:
@@ -207,19 +205,16 @@ def _run_triton(
             low_bits |= extra.data_ptr()
     aligned = low_bits % 16 == 0
     alignment = aligned or _alignments(q, k_cache, v_cache, k_tree, v_tree, out, lse)
-    key = (shapes, out.stride(), alignment, sm_scale < 0, zero_tail)
-    launch = step.launches.get(key)
+    key = (alignment, sm_scale < 0, zero_tail)
+    launch = checked.launches.get(key)
     if launch is None:
         from .kernels.launch import LayerLaunch
 
-        launch = step.launches[key] = LayerLaunch(
-            step, q, k_tree, v_tree, out, lse, cache_strides=strides, negate=sm_scale < 0, zero_tail=zero_tail
-        )
-    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, sm_scale)
-    else:
-        launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, sm_scale)
+        launch = checked.launches[key] = LayerLaunch(
+            step, q, k_tree, v_tree, out, lse, cache_strides=checked.cache_strides, negate=sm_scale < 0,
+            zero_tail=zero_tail,
+        )  # fmt: skip
+    launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, sm_scale)
 
 
 def _alignments(*tensors: Tensor | None) -> tuple[bool, ...]:

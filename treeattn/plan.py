@@ -60,6 +60,22 @@ class HostState:
 
 
 @dataclass(frozen=True, eq=False)
+class CheckedCall:
+    """What is kept of a layer call's shapes, strides, dtypes and devices once they are checked.
+
+    Attributes
+    ----------
+    cache_strides : tuple of int
+        Page, slot and head stride of the K cache, then of the V cache, in elements.
+    launches : dict
+        Prepared launches by what the shapes do not tell (alignment, sign of the scale, tail).
+    """
+
+    cache_strides: tuple[int, ...]
+    launches: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class Step:
     """What one verify step needs beside the layer's tensors: layout, KV addresses, plan. Made by :func:`plan`.
 
@@ -79,8 +95,8 @@ class Step:
     num_programs: int = 0
     buffers: PlanBuffers | None = None
     host: HostState | None = None
-    checked: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
+    checked: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
+    launches: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def words32(self) -> Tensor:

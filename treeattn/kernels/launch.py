@@ -3,7 +3,7 @@
 Triton's own dispatch costs about 10 µs a call, most of it to find the compiled kernel again; handing it a tensor costs
 a driver call more than handing it an address. The calls of a layer repeat with the same shapes, so :class:`Launch`
 finds the kernel once and keeps every argument that stays. What Triton compiles in (divisibility of strides and
-addresses by 16) is part of the key under which :func:`treeattn.tree_attention` keeps a :class:`LayerLaunch`.
+addresses by 16) is part of what :func:`treeattn.tree_attention` keeps a :class:`LayerLaunch` by.
 """
 
 from __future__ import annotations
@@ -58,7 +58,14 @@ class Launch:
         self.run: Callable[..., None] | None = None
 
     def __call__(self, *leading: Any) -> None:
-        """Launch on the current stream; a leading tensor may be given as its address once the kernel is compiled."""
+        """Launch on its device's current stream; a leading tensor may be an address once the kernel is compiled."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self._launch(leading)
+        else:
+            self._launch(leading)
+
+    def _launch(self, leading: tuple[Any, ...]) -> None:
         if self.run is None:
             self._first(leading)
             return
@@ -84,6 +91,7 @@ def launch_plan(step: Step) -> None:
 
 
 def plan_launch(step: Step) -> Launch:
+    """The launch of a step's plan: nothing of it changes from call to call."""
     layout, kv, config, buffers = step.layout, step.kv, step.config, step.buffers
     csr = kv.kv_indptr is not None
     block_b = max(16, next_power_of_2(layout.batch))
