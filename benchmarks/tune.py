@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -22,10 +21,9 @@ from typing import Any
 
 import torch
 
-import treeattn
 from treeattn.bench.gate import gate
 from treeattn.bench.inputs import COLD_BYTES, Inputs
-from treeattn.bench.providers import PROVIDERS, Calls, group_args, kv_of, unavailable
+from treeattn.bench.providers import PROVIDERS, tree_calls, unavailable
 from treeattn.bench.run import environment
 from treeattn.bench.timing import time_graph
 from treeattn.bench.workloads import Workload, load_workloads
@@ -47,30 +45,12 @@ def parse_config(text: str, head_dim: int) -> KernelConfig:
     )  # fmt: skip
 
 
-def tree_calls(inputs: Inputs, config: KernelConfig) -> Calls:
-    """Calls of the Triton backend with a configuration of the caller's choice."""
-    work = inputs.workload
-    paged = inputs.paged(work.page_size, work.kv_layout)
-    args = inputs.layout_args()
-    if not inputs.uniform:
-        args["max_q_len"] = max(work.all_q_lens)
-    layout = treeattn.TreeLayout.from_parents(**args)
-    step = treeattn.plan(layout, kv_of(paged, inputs.lengths), backend="triton", config=config, **group_args(inputs))
-    out = torch.empty_like(inputs.q)
-
-    def call(k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: treeattn.tree_attention(inputs.q, k, v, step, out=out)
-
-    calls = [call(k, v) for k, v in zip(paged.k, paged.v, strict=True)]
-    return Calls(calls, "tree", paged, work.page_size, out)
-
-
 def compile_ahead(job: tuple[Workload, str]) -> str | None:
     """Compile a configuration on a small workload of the same geometry; says what went wrong."""
     work, text = job
     try:
         inputs = Inputs(replace(work, batch=1, prefix=256), torch.device("cuda"), cold_bytes=0)
-        tree_calls(inputs, parse_config(text, work.head_dim)).calls[0]()
+        tree_calls(inputs, "triton", parse_config(text, work.head_dim)).calls[0]()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{text}: {type(error).__name__}: {str(error)[:300]}"
@@ -87,7 +67,7 @@ def measure(work: Workload, configs: list[str], peers: list[str]) -> dict[str, A
             times[name] = min(time_graph(variant.calls).us for variant in variants)
     for text in configs:
         try:
-            calls = tree_calls(inputs, parse_config(text, work.head_dim))
+            calls = tree_calls(inputs, "triton", parse_config(text, work.head_dim))
             gate(text, inputs, calls)
             times[text] = time_graph(calls.calls).us
         except Exception as error:

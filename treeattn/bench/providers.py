@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import KernelConfig
 from .inputs import Inputs, Paged
 
-__all__ = ["PROVIDERS", "Calls", "unavailable"]
+__all__ = ["PROVIDERS", "Calls", "tree_calls", "unavailable"]
 
 
 @dataclass(frozen=True)
@@ -70,26 +71,30 @@ def group_args(inputs: Inputs) -> dict[str, Any]:
     }
 
 
+def tree_calls(inputs: Inputs, backend: str, config: KernelConfig | None = None) -> Calls:
+    """Calls of a treeattn backend; `config` in place of what ``select_config`` returns, for tuning."""
+    import treeattn
+
+    work = inputs.workload
+    paged = inputs.paged(work.page_size, work.kv_layout)
+    args = inputs.layout_args()
+    if not inputs.uniform:
+        args["max_q_len"] = max(work.all_q_lens)
+    layout = treeattn.TreeLayout.from_parents(**args)
+    step = treeattn.plan(
+        layout, kv_of(paged, inputs.lengths), backend=backend, config=config, **group_args(inputs)
+    )
+    out = torch.empty_like(inputs.q)
+
+    def call(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        return lambda: treeattn.tree_attention(inputs.q, k, v, step, out=out)
+
+    calls = [call(k, v) for k, v in zip(paged.k, paged.v, strict=True)]
+    return Calls(calls, "tree", paged, work.page_size, out)
+
+
 def _treeattn(backend: str) -> Callable[[Inputs], list[Calls]]:
-    def build(inputs: Inputs) -> list[Calls]:
-        import treeattn
-
-        work = inputs.workload
-        paged = inputs.paged(work.page_size, work.kv_layout)
-        args = inputs.layout_args()
-        if not inputs.uniform:
-            args["max_q_len"] = max(work.all_q_lens)
-        layout = treeattn.TreeLayout.from_parents(**args)
-        step = treeattn.plan(layout, kv_of(paged, inputs.lengths), backend=backend, **group_args(inputs))
-        out = torch.empty_like(inputs.q)
-
-        def call(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-            return lambda: treeattn.tree_attention(inputs.q, k, v, step, out=out)
-
-        calls = [call(k, v) for k, v in zip(paged.k, paged.v, strict=True)]
-        return [Calls(calls, "tree", paged, work.page_size, out)]
-
-    return build
+    return lambda inputs: [tree_calls(inputs, backend)]
 
 
 def _sdpa(inputs: Inputs) -> list[Calls]:
