@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python benchmarks/tune.py --configs 128n64w8s3p1 64n64w4s3p2 64f16n64w4s2p2 --out tune.json
 
-A configuration is written ``<block_m>[f|r<block_r>]n<block_n>w<warps>s<stages>p<programs per SM>[m<min_share>]``: ``f``
-computes the extra rows transposed, ``r`` does not. Every one passes the benchmark's gate on the inputs that are timed.
-Kernels are compiled beforehand in a pool of processes, and the peers of ``treeattn bench`` stand beside them.
+A configuration is written ``<block_m>[f|r<block_r>]n<block_n>w<warps>s<stages>p<programs per SM>[m<share>][x<cap>]``;
+``f`` computes the extra rows transposed, ``r`` does not; ``x`` caps a thread's registers. Every one passes the
+benchmark's gate on the inputs that are timed. Kernels are compiled beforehand in a pool of processes, and the peers of
+``treeattn bench`` stand beside them.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from treeattn.bench.timing import time_graph
 from treeattn.bench.workloads import Workload, load_workloads
 from treeattn.config import KernelConfig, next_power_of_2
 
-PATTERN = re.compile(r"(\d+)(?:([fr])(\d+))?n(\d+)w(\d+)s(\d+)p(\d+)(?:m(\d+))?$")
+PATTERN = re.compile(r"(\d+)(?:([fr])(\d+))?n(\d+)w(\d+)s(\d+)p(\d+)(?:m(\d+))?(?:x(\d+))?$")
 
 
 def parse_config(text: str, head_dim: int) -> KernelConfig:
     """Read a configuration as written in the module's docstring."""
     found = PATTERN.match(text)
     if found is None:
-        raise ValueError(f"{text!r} is not <block_m>[f|r<block_r>]n<block_n>w<warps>s<stages>p<programs>[m<share>]")
-    block_m, kind, block_r, block_n, warps, stages, programs, share = found.groups()
+        raise ValueError(f"{text!r} is not written as the docstring of benchmarks/tune.py says")
+    block_m, kind, block_r, block_n, warps, stages, programs, share, registers = found.groups()
     return KernelConfig(
         block_m=int(block_m), block_r=int(block_r or 0), few_r=kind == "f", block_n=int(block_n),
         block_d=max(16, next_power_of_2(head_dim)), num_warps=int(warps), num_stages=int(stages),
         programs_per_sm=int(programs), min_share=int(share or 2), reason="tuning",
+        max_registers=int(registers or 0),
     )  # fmt: skip
 
 
@@ -71,8 +73,8 @@ def measure(work: Workload, configs: list[str], peers: list[str]) -> dict[str, A
             gate(text, inputs, calls)
             times[text] = time_graph(calls.calls).us
         except Exception as error:
-            print(f"{text} on {work.name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-    return {"workload": work.name, "floor_us": work.floor_us, "us": times}
+            print(f"{text} on {work.name()}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+    return {"workload": work.name(), "floor_us": work.floor_us, "us": times}
 
 
 def main() -> int:
@@ -99,7 +101,8 @@ def main() -> int:
     for work in works:
         rows.append(measure(work, args.configs, peers))
         ranked = sorted(rows[-1]["us"].items(), key=lambda item: item[1])
-        print(f"{work.name} floor {work.floor_us:.1f} | " + "  ".join(f"{n} {us:.1f}" for n, us in ranked), flush=True)
+        times = "  ".join(f"{name} {us:.1f}" for name, us in ranked)
+        print(f"{work.name()} floor {work.floor_us:.1f} | {times}", flush=True)
         torch.cuda.empty_cache()
     if args.out is not None:
         args.out.write_text(json.dumps({"env": environment(device), "rows": rows}, indent=1) + "\n")

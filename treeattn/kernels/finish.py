@@ -40,32 +40,32 @@ def zero_rows(out_ptr, lse_ptr, row, padding, heads, stride_out_row, stride_out_
 @triton.jit
 def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, TILE_ROWS: tl.constexpr,
                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Combine the partials that programs `first` to `last` left of an item's rows, in KV order."""
+    """Combine the partials that programs `first` to `last` left of an item's rows, in KV order, PARTS in flight.
+
+    One warp holds whole rows, so sums over parts stay inside a thread: between warps they would go through shared
+    memory, and with 16-way bank conflicts (48 µs instead of 6 for 263 merges of 64 rows).
+    """
     c = tl.arange(0, PARTS)
     d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([PARTS, local.shape[0], BLOCK_D], tl.float32)
-    top = tl.full([PARTS, local.shape[0]], -float("inf"), tl.float32)
-    total = tl.zeros([PARTS, local.shape[0]], tl.float32)
+    acc = tl.zeros([local.shape[0], BLOCK_D], tl.float32)
+    top = tl.full([local.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([local.shape[0]], tl.float32)
     for part in range(first, last + 1, PARTS):
         program = part + c
         slot = 2 * program + (program == first).to(tl.int32)
         place = slot.to(tl.int64)[:, None] * TILE_ROWS + local[None, :]
         there = (program <= last)[:, None] & valid[None, :]
-        lse2 = tl.load(partial_lse_ptr + place, mask=there, other=-float("inf"))
         value = tl.load(partial_out_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
                         mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0)  # fmt: skip
-        new_top = tl.maximum(top, lse2)
+        lse2 = tl.load(partial_lse_ptr + place, mask=there, other=-float("inf"))
+        new_top = tl.maximum(top, tl.max(lse2, 0))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weight = tl.exp2(lse2 - base)
+        weight = tl.exp2(lse2 - base[None, :])
         decay = tl.exp2(top - base)
-        total = total * decay + weight
-        acc = acc * decay[:, :, None] + value * weight[:, :, None]
+        total = total * decay + tl.sum(weight, 0)
+        acc = acc * decay[:, None] + tl.sum(value * weight[:, :, None], 0)
         top = new_top
-    row_max = tl.max(top, 0)
-    weight = tl.exp2(top - tl.where(row_max == -float("inf"), 0.0, row_max)[None, :])
-    row_sum = tl.sum(total * weight, 0)
-    acc = tl.sum(acc * weight[:, :, None], 0)
-    return acc, row_max, row_sum
+    return acc, top, total
 
 
 @triton.jit

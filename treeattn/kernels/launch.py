@@ -25,8 +25,9 @@ from .plan import plan_kernel
 
 PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan places
 PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of four warps; a wider batch takes sixteen
-ZERO_ROWS = 16  # query rows that one program of the finish kernel looks at for padding
+ZERO_ROWS = 8  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
+MERGE_ELEMENTS = 4096  # of partials that the one warp of a finish program has in flight: 128 registers of a thread
 LOG2_E = 1.4426950408889634
 PDL_ARCH = 90  # compute capability from which kernels may be launched ahead of the end of the one before
 
@@ -192,7 +193,7 @@ class LayerLaunch:
         arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, negate)
         self.attention = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
         arguments, programs = _finish_arguments(step, rows, zero_tail)
-        options = {"num_warps": 4, "enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
+        options = {"num_warps": 1, "enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
         self.finish = Launch(finish_kernel, (programs,), step.layout.device, shared | arguments, options)
 
     def __call__(
@@ -282,6 +283,9 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
     tile_rows = min(config.tile_rows, layout.max_q_len * step.group)
     chunk_rows = 1 if merges * tile_rows <= FEW_MERGES else 4
     chunks = triton.cdiv(tile_rows, chunk_rows)
+    # an item that is cut evenly has so many parts, and its ends two more; between boundaries two are usual
+    parts = 2 + (triton.cdiv(step.num_programs, max(merges, 1)) if by_item else 0)
+    parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (config.block_d * chunk_rows), 1))
     arguments = {
         "item_start_ptr": step.buffers.item_start,
         "share_ptr": step.buffers.share,
@@ -294,7 +298,7 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "TILE_ROWS": config.tile_rows,
         "CHUNKS": chunks,
         "CHUNK_ROWS": chunk_rows,
-        "CHUNK_PARTS": 16 // chunk_rows,
+        "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
     }
     return arguments, merges * chunks + triton.cdiv(rows, ZERO_ROWS)
