@@ -1,11 +1,11 @@
 """Time configurations of the Triton kernels that are not (yet) what ``select_config`` returns.
 
-    PYTHONPATH=. python benchmarks/tune.py --configs 128n64w8s3p1 64n64w4s3p2 64f16n64w4s2p2 --out tune.json
+    PYTHONPATH=. python benchmarks/tune.py --configs 128n64w8s3p1 64n64w4s3p2 64n32w4s4p2 --out tune.json
 
-A configuration is written ``<block_m>[f|r<block_r>]n<block_n>w<warps>s<stages>p<programs per SM>[m<share>][x<cap>]``;
-``f`` computes the extra rows transposed, ``r`` does not; ``x`` caps a thread's registers. Every one passes the
-benchmark's gate on the inputs that are timed. Kernels are compiled beforehand in a pool of processes, and the peers of
-``treeattn bench`` stand beside them.
+A configuration is written ``<block_m>n<block_n>w<warps>s<stages>p<programs per SM>[m<share>][x<cap>]``;
+``m`` is the fewest KV tiles of a program, ``x`` caps a thread's registers. Every one passes the benchmark's gate on
+the inputs that are timed. Kernels are compiled beforehand in a pool of processes, and the peers of ``treeattn bench``
+stand beside them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from treeattn.bench.timing import time_graph
 from treeattn.bench.workloads import Workload, load_workloads
 from treeattn.config import KernelConfig, next_power_of_2
 
-PATTERN = re.compile(r"(\d+)(?:([fr])(\d+))?n(\d+)w(\d+)s(\d+)p(\d+)(?:m(\d+))?(?:x(\d+))?$")
+PATTERN = re.compile(r"(\d+)n(\d+)w(\d+)s(\d+)p(\d+)(?:m(\d+))?(?:x(\d+))?$")
 
 
 def parse_config(text: str, head_dim: int) -> KernelConfig:
@@ -38,9 +38,9 @@ def parse_config(text: str, head_dim: int) -> KernelConfig:
     found = PATTERN.match(text)
     if found is None:
         raise ValueError(f"{text!r} is not written as the docstring of benchmarks/tune.py says")
-    block_m, kind, block_r, block_n, warps, stages, programs, share, registers = found.groups()
+    block_m, block_n, warps, stages, programs, share, registers = found.groups()
     return KernelConfig(
-        block_m=int(block_m), block_r=int(block_r or 0), few_r=kind == "f", block_n=int(block_n),
+        block_m=int(block_m), block_n=int(block_n),
         block_d=max(16, next_power_of_2(head_dim)), num_warps=int(warps), num_stages=int(stages),
         programs_per_sm=int(programs), min_share=int(share or 2), reason="tuning",
         max_registers=int(registers or 0),

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from treeattn import KernelConfig, select_config
+from treeattn import select_config
 from treeattn.cli import main
 from treeattn.config import SHARED_PER_SM, deepest_pipeline, fits, known_chip, next_power_of_2, shared_bytes
 
@@ -37,21 +37,18 @@ def test_fields_are_what_the_kernels_can_have() -> None:
         assert config.block_n >= 16, where
         for size in (config.block_m, config.block_n, config.num_warps):
             assert power_of_2(size), where
-        assert config.block_r == 0 or power_of_2(config.block_r), where
-        assert config.few_r == (config.block_r > 0), where
         assert 1 <= config.num_stages <= 4, where
         assert 4 <= config.num_warps <= 8, where
         assert 0 <= config.max_registers <= 255, where
         assert config.programs_per_sm >= 1, where
         assert config.min_share >= 1, where
         assert config.reason, where
-        assert config.tile_rows == config.block_m + config.block_r, where
 
 
 def test_programs_of_a_multiprocessor_fit_its_shared_memory() -> None:
     for arch, dtype, group, dim, q_len in GEOMETRIES:
         config = select_config(arch, dtype, group, dim, q_len)
-        needed = shared_bytes(arch, dtype, config.tile_rows, config.block_n, config.block_d, config.num_stages)
+        needed = shared_bytes(arch, dtype, config.block_m, config.block_n, config.block_d, config.num_stages)
         assert fits(arch, needed, config.programs_per_sm), (arch, dtype, dim, config, needed)
 
 
@@ -68,7 +65,7 @@ def test_same_arguments_give_an_equal_frozen_configuration() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_never_get_a_smaller_tile(arch: int, dtype: torch.dtype) -> None:
     for dim in HEAD_DIMS:
-        rows = [select_config(arch, dtype, 1, dim, q_len).tile_rows for q_len in range(1, 300)]
+        rows = [select_config(arch, dtype, 1, dim, q_len).block_m for q_len in range(1, 300)]
         assert rows == sorted(rows)
 
 
@@ -95,11 +92,6 @@ def test_unknown_chip_takes_the_newest_before_it(arch: int, chip: int) -> None:
 def test_old_chip_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"8\.0, got 7\.5"):
         select_config(75, torch.float16, 4, 128, 17)
-
-
-def test_interpreter_has_transposed_rows_too() -> None:
-    configs: list[KernelConfig] = [select_config(0, torch.float32, 3, 64, q_len) for q_len in range(1, 40)]
-    assert {config.few_r for config in configs} == {False, True}
 
 
 def test_shared_bytes_worked_out_by_hand() -> None:

@@ -33,10 +33,8 @@ class KernelConfig:
 
     Attributes
     ----------
-    block_m, block_r : int
-        Packed query rows of a row tile: ``block_m`` on the main matrix instruction, ``block_r`` more on the same K/V.
-    few_r : bool
-        The ``block_r`` rows are computed transposed (their cost is their number, not a 64-row tile).
+    block_m : int
+        Packed query rows of a row tile.
     block_n : int
         Keys of a KV tile, the unit in which the plan counts.
     block_d : int
@@ -54,8 +52,6 @@ class KernelConfig:
     """
 
     block_m: int
-    block_r: int
-    few_r: bool
     block_n: int
     block_d: int
     num_warps: int
@@ -64,11 +60,6 @@ class KernelConfig:
     min_share: int
     reason: str
     max_registers: int = 0
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of a whole row tile."""
-        return self.block_m + self.block_r
 
 
 def next_power_of_2(n: int) -> int:
@@ -158,9 +149,7 @@ def select_config(arch: int, dtype: torch.dtype, group: int, head_dim: int, max_
     rows = group * max_q_len
     block_d = max(16, next_power_of_2(head_dim))
     if arch == 0:
-        # small tiles cost least there, and rows that are not a multiple exercise the transposed ones
-        few = 16 if rows % 32 else 0
-        return KernelConfig(16 if rows <= 40 else 32, few, few > 0, 16, block_d, 4, 1, 1, 1, "interpreter")
+        return KernelConfig(16 if rows <= 40 else 32, 16, block_d, 4, 1, 1, 1, "interpreter: small tiles cost least")
     chip = known_chip(arch)
     if dtype == torch.float32:
         return _float32(chip, block_d)
@@ -175,12 +164,12 @@ def _hopper(block_d: int) -> KernelConfig:
     """More than 16 rows of a 16-bit type on sm_90; measured on an H200 in bfloat16, head_dim 128, pages of 64."""
     if block_d > 128:
         # Two warpgroups share the accumulator of 64 rows. Not measured.
-        return KernelConfig(64, 0, False, 32, block_d, 8, 4, 1, 2, "64 rows of up to 256 on two warpgroups")
+        return KernelConfig(64, 32, block_d, 8, 4, 1, 2, "64 rows of up to 256 on two warpgroups")
     # 27 rows of the benchmark against FlashAttention-3's chain: 0.99x; tiles of 128 rows on eight warps 1.12x, though
     # they read K and V half as often: a second program fills the gaps that one leaves in the matrix unit. At batch 64,
     # q_len 8, 32/8 heads, prefix 2048, two stages take 174 us where three take 160, and four with 32 keys the same.
     reason = "64-row warpgroup tiles, two programs (128 rows 12 % slower)"
-    return KernelConfig(64, 0, False, 64, block_d, 4, 3, 2, 2, reason)
+    return KernelConfig(64, 64, block_d, 4, 3, 2, 2, reason)
 
 
 def _few_rows(chip: int, dtype: torch.dtype, block_d: int) -> KernelConfig:
@@ -189,7 +178,7 @@ def _few_rows(chip: int, dtype: torch.dtype, block_d: int) -> KernelConfig:
     keys = 64 if block_d <= 128 else 32
     block_n, stages, programs = deepest_pipeline(chip, dtype, 16, block_d, 2, ((keys, 4), (keys, 3), (keys, 2)))
     reason = "one 16-row tile, memory-bound"
-    return KernelConfig(16, 0, False, block_n, block_d, 4, stages, programs, 2, reason, MOST_REGISTERS)
+    return KernelConfig(16, block_n, block_d, 4, stages, programs, 2, reason, MOST_REGISTERS)
 
 
 def _many_rows(chip: int, dtype: torch.dtype, rows: int, block_d: int) -> KernelConfig:
@@ -206,7 +195,7 @@ def _many_rows(chip: int, dtype: torch.dtype, rows: int, block_d: int) -> Kernel
         # eight warps of 255 registers are all that a multiprocessor has
         block_m, warps, programs, reason = 128, 8, 1, "128-row tiles"
     block_n, stages, programs = deepest_pipeline(chip, dtype, block_m, block_d, programs, choices)
-    return KernelConfig(block_m, 0, False, block_n, block_d, warps, stages, programs, 2, reason, MOST_REGISTERS)
+    return KernelConfig(block_m, block_n, block_d, warps, stages, programs, 2, reason, MOST_REGISTERS)
 
 
 def _float32(chip: int, block_d: int) -> KernelConfig:
@@ -216,4 +205,4 @@ def _float32(chip: int, block_d: int) -> KernelConfig:
     warps = 4 if block_d <= 64 else 8
     block_n, stages, programs = deepest_pipeline(chip, torch.float32, block_m, block_d, most, ((32, 1),))
     reason = "true float32 products on the CUDA cores"
-    return KernelConfig(block_m, 0, False, block_n, block_d, warps, stages, programs, 2, reason)
+    return KernelConfig(block_m, block_n, block_d, warps, stages, programs, 2, reason)

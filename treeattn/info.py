@@ -53,21 +53,19 @@ def geometry_info(
         raise ValueError(f"geometry {qo}/{kv}/{dim}: query heads must be a multiple of KV heads, head_dim 1 to 256")
     group, rows = qo // kv, qo // kv * q_len
     config = treeattn.select_config(arch, getattr(torch, dtype), group, dim, q_len)
-    fields = asdict(config)
-    programs = sms * fields.get("programs_per_sm", 1)
-    tile = getattr(config, "tile_rows", fields.get("block_m", rows))
-    row_tiles = -(-rows // tile)
-    kv_tiles = -(-page_tokens // fields["block_n"]) + -(-q_len // fields["block_n"])
+    programs = sms * config.programs_per_sm
+    row_tiles = -(-rows // config.block_m)
+    kv_tiles = -(-page_tokens // config.block_n) + -(-q_len // config.block_n)
     items = row_tiles * kv
-    share = max(-(-items * kv_tiles // programs) if programs else kv_tiles, fields.get("min_share", 1))
+    share = max(-(-items * kv_tiles // programs) if programs else kv_tiles, config.min_share)
     return {
         "geometry": f"{qo}/{kv}/{dim}",
         "q_len": q_len,
         "dtype": dtype,
         "packed_rows": rows,
         "row_tiles": row_tiles,
-        "tile": {key: value for key, value in fields.items() if key != "reason"},
-        "reason": fields.get("reason"),
+        "tile": {key: value for key, value in asdict(config).items() if key != "reason"},
+        "reason": config.reason,
         "programs": programs,
         "kv_tiles": kv_tiles,
         "example_prefix": page_tokens,

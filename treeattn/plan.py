@@ -29,7 +29,7 @@ class PlanBuffers:
 
     @staticmethod
     def shapes(
-        batch: int, num_programs: int, tile_rows: int, head_dim: int
+        batch: int, num_programs: int, block_m: int, head_dim: int
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor: the formula behind ``StaticBuffers.nbytes``."""
         return {
@@ -37,8 +37,8 @@ class PlanBuffers:
             "item_start": ((batch + 1,), torch.int32),
             "nodes": ((max(batch, 1),), torch.int32),
             "share": ((4,), torch.int32),
-            "partial_out": ((2 * num_programs, tile_rows, head_dim), torch.float32),
-            "partial_lse": ((2 * num_programs, tile_rows), torch.float32),
+            "partial_out": ((2 * num_programs, block_m, head_dim), torch.float32),
+            "partial_lse": ((2 * num_programs, block_m), torch.float32),
         }
 
     @classmethod
@@ -46,7 +46,7 @@ class PlanBuffers:
         cls, batch: int, num_programs: int, config: KernelConfig, head_dim: int, device: torch.device
     ) -> PlanBuffers:
         """Uninitialised memory; the first launch of the plan fills it."""
-        shapes = cls.shapes(batch, num_programs, config.tile_rows, head_dim)
+        shapes = cls.shapes(batch, num_programs, config.block_m, head_dim)
         return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()})
 
 

@@ -40,7 +40,6 @@ SPILL_EXCEPTIONS: dict[str, tuple[int, str]] = {
     "triton-*/sm_*/attention-fp32-d256-*": (64, "as fp32-d128"),
     "triton-*/sm_8[069]/attention-fp32-d32-*": (16, "as fp32-d128"),
     "triton-3.9/sm_103/finish-items": (8, "one register of 56, stored and loaded once a program; not measured"),
-    "triton-*/sm_*/attention-*-transposed-rows": (64, "not chosen by select_config; compiled so that it stays usable"),
 }
 
 TRITON = ".".join(triton.__version__.split(".")[:2])

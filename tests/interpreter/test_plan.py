@@ -29,7 +29,7 @@ def shape(step: Step, prefix: int, nodes: int) -> tuple[int, int]:
     assert step.config is not None
     block = step.config.block_n
     tiles = prefix // block + -(-(prefix % block) // EDGE) + -(-nodes // EDGE)
-    return -(-nodes * step.group // step.config.tile_rows), tiles if nodes else 0
+    return -(-nodes * step.group // step.config.block_m), tiles if nodes else 0
 
 
 def walk(step: Step, prefixes: list[int], nodes: list[int]) -> Counter[tuple[int, int, int, int]]:
@@ -80,19 +80,19 @@ def test_every_tile_belongs_to_one_program(batch: list[tuple[int, int]], alike: 
     assert walk(step, prefixes, nodes) == expected
 
 
-@pytest.mark.parametrize(("nodes", "lanes"), [([17, 17], 1), ([33, 40], 2), ([33, 17], 1), ([0, 40], 2)])
+@pytest.mark.parametrize(("nodes", "lanes"), [([16, 16], 1), ([20, 32], 2), ([33, 16], 1), ([0, 32], 2)])
 def test_lanes_where_row_tiles_are_alike(nodes: list[int], lanes: int, device: torch.device) -> None:
-    """Tiles of 48 rows in the interpreter: 17 nodes of group 2 make one, 33 and 40 two."""
+    """Tiles of 32 rows in the interpreter: 16 nodes of group 2 make one, 20 and 32 two."""
     if device.type == "cuda":
         pytest.skip("tiles of the interpreter's configuration")
     step = made([20, 70], nodes, 40, 2, device)
     assert step.buffers is not None
     assert step.config is not None
-    assert step.config.tile_rows == 48
+    assert step.config.block_m == 32
     assert step.buffers.share.tolist()[1:3] == [step.num_programs // lanes, lanes]
 
 
-@pytest.mark.parametrize("nodes", [[40, 33], [40, 17], [0, 40]])
+@pytest.mark.parametrize("nodes", [[32, 20], [40, 17], [0, 32]])
 def test_attention_over_lanes_is_right(nodes: list[int], device: torch.device) -> None:
     prefixes, q_len, group = [20, 70], 40, 2
     generator = torch.Generator(device).manual_seed(1)

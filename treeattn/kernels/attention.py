@@ -5,8 +5,8 @@ of the prefix, which need no mask and no bounds, then the *edge*, in tiles of ``
 and the tree. An item that lies whole in one program is written to ``out``; a part of one goes to a partial slot, which
 ``finish_kernel`` merges.
 
-Row tiles: tree widths are 2^k + 1, so packed rows are 64 * m + GROUP. A tile has ``BLOCK_M`` rows for the warpgroup
-matrix unit and may have ``BLOCK_R`` more that ride on the same K and V in shared memory.
+Row tiles: tree widths are 2^k + 1, so packed rows are 64 * m + GROUP. They are dealt evenly to the tiles of ``BLOCK_M``
+rows, and tiles of the same rows of all requests walk K and V side by side (lanes, see the plan).
 """
 
 import triton
@@ -30,7 +30,6 @@ from .plan import (
 )
 from .tiles import (
     attend,
-    attend_few,
     bit_or,
     edge_addresses,
     head_base,
@@ -57,8 +56,8 @@ def attention_kernel(
     out_ptr,  # [total_q, num_qo_heads, head_dim]
     lse_ptr,  # float32 [total_q, num_qo_heads] through stride_lse_*, written if HAS_LSE
     sm_scale,  # times log2(e)
-    partial_out_ptr,  # float32 [2 * num_programs, TILE_ROWS, head_dim]
-    partial_lse_ptr,  # float32 [2 * num_programs, TILE_ROWS], base 2
+    partial_out_ptr,  # float32 [2 * num_programs, BLOCK_M, head_dim]
+    partial_lse_ptr,  # float32 [2 * num_programs, BLOCK_M], base 2
     work_ptr,  # the plan
     nodes_ptr,
     prefix_lens_ptr,
@@ -99,13 +98,10 @@ def attention_kernel(
     SAME_STRIDES: tl.constexpr,  # of the K and V caches
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SWAP_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,  # finish_kernel may start early and wait for this one
 ):
-    TILE_ROWS: tl.constexpr = BLOCK_M + BLOCK_R
     if SAME_STRIDES:
         # one set of offsets serves both, in half the registers
         stride_v_page, stride_v_slot, stride_v_head = stride_k_page, stride_k_slot, stride_k_head
@@ -150,19 +146,6 @@ def attention_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
-            if BLOCK_R > 0:
-                r = BLOCK_M + tl.arange(0, BLOCK_R)
-                rows_r = row0 + r
-                valid_r = rows_r < row_end
-                q_r = load_rows(q_base, row_offsets(rows_r, stride_q_row, stride_q_head, GROUP, WIDE), valid_r, NEGATE,
-                                HEAD_DIM, BLOCK_D)  # fmt: skip
-                if SWAP_R:
-                    q_r = tl.trans(q_r)
-                    acc_r = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
-                else:
-                    acc_r = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-                max_r = tl.full([BLOCK_R], -float("inf"), tl.float32)
-                sum_r = tl.zeros([BLOCK_R], tl.float32)
 
             if CSR:
                 pages_ptr = table_ptr + tl.load(kv_indptr_ptr + request)
@@ -185,19 +168,11 @@ def attention_kernel(
                 k = load_tile(k_base, k_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
                 v = load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
                 acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, valid, scale, False)
-                if BLOCK_R > 0:
-                    if SWAP_R:
-                        acc_r, max_r, sum_r = attend_few(q_r, k, v, acc_r, max_r, sum_r, valid_r, scale, False)
-                    else:
-                        acc_r, max_r, sum_r = attend(q_r, k, v, acc_r, max_r, sum_r, valid_r, scale, False)
 
             # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
             # the loop and held in (and spilled from) the registers that it needs
             rows = row0 + m
             valid = rows < row_end
-            if BLOCK_R > 0:
-                rows_r = row0 + r
-                valid_r = rows_r < row_end
 
             for t in tl.range(tl.maximum(tile, full_tiles), last, num_stages=1):
                 in_prefix = t < full_tiles + tail_tiles
@@ -206,9 +181,6 @@ def attention_kernel(
                 position = tl.where(in_prefix, full_tiles * BLOCK_N + (t - full_tiles) * BLOCK_E + e, prefix + node)
                 words = tree_words(words_base, rows, valid, word, num_words, GROUP)
                 some = tl.reduce(words, 0, bit_or)
-                if BLOCK_R > 0:
-                    words_r = tree_words(words_base, rows_r, valid_r, word, num_words, GROUP)
-                    some = some | tl.reduce(words_r, 0, bit_or)
                 # a key that no row of the tile sees is not read: it may hold anything, and 0 * NaN is NaN
                 needed = tl.where(in_prefix, position < prefix, (node < present) & ((some >> e) & 1 != 0))
                 k_base, v_base, k_off, v_off = edge_addresses(
@@ -221,36 +193,20 @@ def attention_kernel(
                 v = load_tile(v_base, v_off, needed, HEAD_DIM, BLOCK_D, True)
                 sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
                 acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, sees, scale, True)
-                if BLOCK_R > 0:
-                    sees_r = (((words_r[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
-                    if SWAP_R:
-                        sees_r = tl.trans(sees_r)
-                        acc_r, max_r, sum_r = attend_few(q_r, k, v, acc_r, max_r, sum_r, sees_r, scale, True)
-                    else:
-                        acc_r, max_r, sum_r = attend(q_r, k, v, acc_r, max_r, sum_r, sees_r, scale, True)
 
             # the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a program has one of each
             whole = (tile == 0) & (last == item_tiles)
             slot = 2 * program + (tile == 0).to(tl.int32)
             out_base = head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP)
             lse_base = head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP)
-            part_base = partial_out_ptr + slot.to(tl.int64) * (TILE_ROWS * HEAD_DIM)
-            part_lse_base = partial_lse_ptr + slot.to(tl.int64) * TILE_ROWS
+            part_base = partial_out_ptr + slot.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            part_lse_base = partial_lse_ptr + slot.to(tl.int64) * BLOCK_M
             acc, lse2 = normalise(acc, row_max * scale, row_sum)
             if whole:
                 store_out(out_base, lse_base, acc, lse2, rows, valid, stride_out_row, stride_out_head, stride_lse_row,
                           stride_lse_head, GROUP, HEAD_DIM, BLOCK_D, HAS_LSE, WIDE)  # fmt: skip
             else:
                 store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM, BLOCK_D)
-            if BLOCK_R > 0:
-                if SWAP_R:
-                    acc_r = tl.trans(acc_r)
-                acc_r, lse2_r = normalise(acc_r, max_r * scale, sum_r)
-                if whole:
-                    store_out(out_base, lse_base, acc_r, lse2_r, rows_r, valid_r, stride_out_row, stride_out_head,
-                              stride_lse_row, stride_lse_head, GROUP, HEAD_DIM, BLOCK_D, HAS_LSE, WIDE)  # fmt: skip
-                else:
-                    store_partial(part_base, part_lse_base, acc_r, lse2_r, r, valid_r, HEAD_DIM, BLOCK_D)
             left -= last - tile
             tile = 0
             row_tile += 1
@@ -264,5 +220,5 @@ def attention_kernel(
                 nodes = tl.load(nodes_ptr + request)
                 prefix = tl.load(prefix_lens_ptr + request)
                 first_row = tl.load(qo_indptr_ptr + request)
-                row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, TILE_ROWS), 1)
+                row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, BLOCK_M), 1)
                 tile_rows = tl.cdiv(nodes * GROUP, row_tiles)

@@ -74,9 +74,6 @@ def compile_cases(arch: int) -> Iterator[Case]:
             yield attention_case(arch, config, dtype, SCATTERED, "scattered")
             if dtype == torch.bfloat16 and config.block_d in (64, 128):
                 yield attention_case(arch, config, dtype, PAGED, "paged")
-    one_tile = select_config(arch, torch.bfloat16, 4, 64, 16)
-    few = dataclasses.replace(one_tile, block_r=16, few_r=True, block_n=32, programs_per_sm=1)
-    yield attention_case(arch, few, torch.bfloat16, SCATTERED, "transposed-rows")
     common = select_config(arch, torch.bfloat16, 4, 128, 16)
     for name, call in {
         "wide": Call(wide=True, unused=0),
@@ -106,8 +103,7 @@ def configurations(arch: int, dtype: torch.dtype) -> list[KernelConfig]:
 
 def attention_case(arch: int, config: KernelConfig, dtype: torch.dtype, call: Call, what: str) -> Case:
     """The attention kernel of a configuration, named by its tile and launch shape."""
-    rows = f"m{config.block_m}" + (f"+{config.block_r}{'t' if config.few_r else ''}" if config.block_r else "")
-    shape = f"d{config.block_d}-{rows}-n{config.block_n}-w{config.num_warps}-s{config.num_stages}"
+    shape = f"d{config.block_d}-m{config.block_m}-n{config.block_n}-w{config.num_warps}-s{config.num_stages}"
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     launch, leading = _layer(arch, config, dtype, call)
     case = _case(f"attention-{kind}-{shape}-{what}", launch.attention, leading)

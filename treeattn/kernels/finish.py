@@ -38,7 +38,7 @@ def zero_rows(out_ptr, lse_ptr, row, padding, heads, stride_out_row, stride_out_
 
 
 @triton.jit
-def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, TILE_ROWS: tl.constexpr,
+def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, BLOCK_M: tl.constexpr,
                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """Combine the partials that programs `first` to `last` left of an item's rows, in KV order, PARTS in flight.
 
@@ -53,7 +53,7 @@ def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, TIL
     for part in range(first, last + 1, PARTS):
         program = part + c
         slot = 2 * program + (program == first).to(tl.int32)
-        place = slot.to(tl.int64)[:, None] * TILE_ROWS + local[None, :]
+        place = slot.to(tl.int64)[:, None] * BLOCK_M + local[None, :]
         there = (program <= last)[:, None] & valid[None, :]
         value = tl.load(partial_out_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
                         mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0)  # fmt: skip
@@ -72,8 +72,8 @@ def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, TIL
 def finish_kernel(
     out_ptr,  # [total_q, num_qo_heads, head_dim]
     lse_ptr,  # float32 [total_q, num_qo_heads] through stride_lse_*, written if HAS_LSE
-    partial_out_ptr,  # float32 [2 * num_programs, TILE_ROWS, head_dim]
-    partial_lse_ptr,  # float32 [2 * num_programs, TILE_ROWS], base 2
+    partial_out_ptr,  # float32 [2 * num_programs, BLOCK_M, head_dim]
+    partial_lse_ptr,  # float32 [2 * num_programs, BLOCK_M], base 2
     work_ptr,  # the plan
     item_start_ptr,
     nodes_ptr,
@@ -96,7 +96,7 @@ def finish_kernel(
     BY_ITEM: tl.constexpr,  # a merge per item; else one per boundary between two programs of the plan
     HAS_LSE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
@@ -133,7 +133,7 @@ def finish_kernel(
         nodes = tl.load(nodes_ptr + request)
         prefix = tl.load(prefix_lens_ptr + request)
         first_row = tl.load(qo_indptr_ptr + request)
-        row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, TILE_ROWS), 1)
+        row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, BLOCK_M), 1)
         kv_head = item // row_tiles
         row_tile = item % row_tiles
     else:
@@ -166,7 +166,7 @@ def finish_kernel(
         valid = (local < tile_rows) & (rows < tl.minimum(nodes, total_q - first_row) * GROUP)
         if tl.max(valid.to(tl.int32), 0) > 0:
             acc, row_max, row_sum = merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid,
-                                                TILE_ROWS, HEAD_DIM, BLOCK_D, CHUNK_PARTS)  # fmt: skip
+                                                BLOCK_M, HEAD_DIM, BLOCK_D, CHUNK_PARTS)  # fmt: skip
             acc, lse2 = normalise(acc, row_max, row_sum)
             store_out(head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP),
                       head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP), acc, lse2, rows,

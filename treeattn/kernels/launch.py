@@ -116,7 +116,7 @@ def plan_launch(step: Step) -> Launch:
         "WORK_CODE": int(Status.WORK),
         "GROUP": step.group,
         "KV_HEADS": step.num_kv_heads,
-        "TILE_ROWS": config.tile_rows,
+        "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "PAGE_SIZE": kv.page_size,
         "CSR": csr,
@@ -268,8 +268,6 @@ def _attention_arguments(
         "NEGATE": negate,
         "SAME_STRIDES": cache_strides[:3] == cache_strides[3:],
         "BLOCK_M": config.block_m,
-        "BLOCK_R": config.block_r,
-        "SWAP_R": config.few_r,
         "STAGES": config.num_stages,
     }
 
@@ -277,10 +275,10 @@ def _attention_arguments(
 def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str, Any], int]:
     """Arguments of the finish kernel, and its programs: merges of items or of boundaries, then padding."""
     layout, config = step.layout, step.config
-    items_a_request = triton.cdiv(layout.max_q_len * step.group, config.tile_rows) * step.num_kv_heads
+    items_a_request = triton.cdiv(layout.max_q_len * step.group, config.block_m) * step.num_kv_heads
     by_item = layout.batch * items_a_request < step.num_programs
     merges = layout.batch * items_a_request if by_item else step.num_programs - 1
-    tile_rows = min(config.tile_rows, layout.max_q_len * step.group)
+    tile_rows = min(config.block_m, layout.max_q_len * step.group)
     chunk_rows = 1 if merges * tile_rows <= FEW_MERGES else 4
     chunks = triton.cdiv(tile_rows, chunk_rows)
     # an item that is cut evenly has so many parts, and its ends two more; between boundaries two are usual
@@ -295,7 +293,7 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "items_a_request": items_a_request,
         "ZERO_TAIL": zero_tail,
         "BY_ITEM": by_item,
-        "TILE_ROWS": config.tile_rows,
+        "BLOCK_M": config.block_m,
         "CHUNKS": chunks,
         "CHUNK_ROWS": chunk_rows,
         "CHUNK_PARTS": parts,

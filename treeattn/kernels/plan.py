@@ -70,7 +70,7 @@ def plan_kernel(
     WORK_CODE: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CSR: tl.constexpr,
@@ -96,7 +96,7 @@ def plan_kernel(
     nodes = tl.where(too_long, 0, nodes)
 
     kv_tiles = prefix // BLOCK_N + tl.cdiv(prefix % BLOCK_N, BLOCK_E) + tl.cdiv(nodes, BLOCK_E)
-    row_tiles = tl.cdiv(nodes * GROUP, TILE_ROWS)
+    row_tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     # the line is int32: 2^31 tiles are days of work, so a longer one is a mistake in the lengths
     wide_total = tl.sum((row_tiles * KV_HEADS).to(tl.int64) * kv_tiles, 0)
     if wide_total > 0x7FFFFFFF:

@@ -183,29 +183,6 @@ def attend(q, k, v, acc, row_max, row_sum, sees, sm_scale, MASKED: tl.constexpr)
 
 
 @triton.jit
-def attend_few(q_t, k, v, acc_t, row_max, row_sum, sees_t, sm_scale, MASKED: tl.constexpr):
-    """:func:`attend` for a handful of rows, transposed: keys, then head dims, are the long side of the products.
-
-    The matrix unit's tile is 64 rows at least. With K (and V transposed) as the left operand a few query rows cost
-    their own number of columns, and K and V are read from the shared memory where the main rows have them.
-    """
-    scores = tl.dot(k, q_t, input_precision="ieee")
-    if MASKED:
-        scores = tl.where(sees_t, scores, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 0))
-    if MASKED:
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    else:
-        base = new_max
-    base = base * sm_scale
-    weights = tl.exp2(scores * sm_scale - base[None, :])
-    decay = tl.exp2(row_max * sm_scale - base)
-    row_sum = row_sum * decay + tl.sum(weights, 0)
-    acc_t = tl.dot(tl.trans(v), weights.to(v.dtype), acc_t * decay[None, :], input_precision="ieee")
-    return acc_t, new_max, row_sum
-
-
-@triton.jit
 def normalise(acc, row_max, row_sum):
     """Output and base-2 log-sum-exp of rows; 0 and -inf for a row that saw nothing."""
     seen = row_sum > 0
