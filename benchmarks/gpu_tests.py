@@ -1,11 +1,11 @@
-"""Run the tests on the GPU of this machine, several processes at a time, and record what came out.
+"""Run the tests on the GPU of this machine, in several processes, and record what came out.
 
     python benchmarks/gpu_tests.py --git-rev "$(git rev-parse HEAD)" --out benchmarks/results
 
-Works from a source tree that is not installed and has no git data, so the revision is an argument. Each
-test file is one pytest process on the CUDA device; tests/interpreter holds bodies shared with the CPU and
-runs compiled here. Writes `gpu-tests.json` (git_rev, passed, failed, skipped, gpu, versions, date) and,
-where something failed, `gpu-tests.log`. The exit status is 0 only if tests ran and none failed.
+Works from a source tree that is not installed and has no git data, so the revision is an argument.
+tests/interpreter holds bodies shared with the CPU and runs compiled here. Writes `gpu-tests.json` (git_rev,
+passed, failed, skipped, gpu, versions, date) and, where something failed, `gpu-tests.log`. The exit status is
+0 only if tests ran and none failed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,33 +26,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # About the package rather than a device, or in need of what such a machine does not have (a network, a
 # model).
-NOT_ON_GPU = ("tests/compile/", "tests/test_wheel.py", "tests/test_import.py", "tests/test_demo_smoke.py")
+NOT_ON_GPU = ("tests/compile", "tests/test_wheel.py", "tests/test_import.py", "tests/test_demo_smoke.py")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts and output of one test file."""
+    """Counts and output of a pytest run."""
 
-    file: str
     passed: int
     failed: int
     skipped: int
-    seconds: float
     log: str
 
 
-def select_files(patterns: list[str]) -> list[Path]:
-    """Test files below `patterns`, the largest first: they tend to take longest."""
-    files: set[Path] = set()
-    for pattern in patterns:
-        path = ROOT / pattern
-        files.update(path.rglob("test_*.py") if path.is_dir() else [path])
-    wanted = [file for file in files if not str(file.relative_to(ROOT)).startswith(NOT_ON_GPU)]
-    return sorted(wanted, key=lambda file: (-file.stat().st_size, file))
-
-
-def run_file(file: Path, marks: str, deadline: float, extra: list[str]) -> Outcome:
-    name = str(file.relative_to(ROOT))
+def run_tests(paths: list[str], jobs: int, marks: str, time_limit: float) -> Outcome:
+    """Run pytest on `paths` with `jobs` workers (0: in one process); a crash or the time limit is a failure."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -62,11 +48,12 @@ def run_file(file: Path, marks: str, deadline: float, extra: list[str]) -> Outco
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("TRITON_INTERPRET", None)
-    start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "junit.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name, *extra]
-        command += [f"--junit-xml={report}", *(["-m", marks] if marks else [])]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=8"]
+        command += [*paths, *(f"--ignore={ROOT / path}" for path in NOT_ON_GPU), f"--junit-xml={report}"]
+        command += ["-n", str(jobs), "--dist", "worksteal"] if jobs else []
+        command += ["-m", marks] if marks else []
         try:
             done = subprocess.run(
                 command,
@@ -76,7 +63,7 @@ def run_file(file: Path, marks: str, deadline: float, extra: list[str]) -> Outco
                 stderr=subprocess.STDOUT,
                 text=True,
                 check=False,
-                timeout=max(1.0, deadline - start),
+                timeout=time_limit,
             )
             status, log = done.returncode, done.stdout
         except subprocess.TimeoutExpired as error:
@@ -89,12 +76,10 @@ def run_file(file: Path, marks: str, deadline: float, extra: list[str]) -> Outco
         return sum(int(suite.get(key, "0")) for suite in suites)
 
     failed, skipped = total("failures") + total("errors"), total("skipped")
-    passed = total("tests") - failed - skipped
-    # Exit status 5: every test of this file was deselected by name. Any other without a failed test is a
-    # crash.
-    if status not in (0, 5) and failed == 0:
+    # any exit status without a failed test is a crash, or no test was found
+    if status != 0 and failed == 0:
         failed = 1
-    return Outcome(name, passed, failed, skipped, time.monotonic() - start, log)
+    return Outcome(max(0, total("tests") - total("failures") - total("errors") - skipped), failed, skipped, log)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -123,45 +108,30 @@ def main() -> int:
     )
     parser.add_argument("--git-rev", required=True, help="revision that is tested, recorded in the result")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks/results")))
+    parser.add_argument("--jobs", type=int, default=14, help="worker processes (default %(default)s)")
     parser.add_argument(
-        "--jobs", type=int, default=6, help="pytest processes at a time (default %(default)s)"
+        "--marks", default="not weights", help="pytest -m expression (default: %(default)s, which need a download)"
     )
-    parser.add_argument("--marks", default="", help="pytest -m expression, such as gpu (default: all tests)")
-    parser.add_argument(
-        "--time-limit", type=float, default=540, help="seconds for everything (default %(default)s)"
-    )
+    parser.add_argument("--time-limit", type=float, default=540, help="seconds (default %(default)s)")
     parser.add_argument("paths", nargs="*", default=["tests"], help="test files or folders (default: tests)")
-    options, extra = parser.parse_known_args()
+    options = parser.parse_args()
 
-    machine = describe_machine()
-    files = select_files(options.paths)
-    deadline = time.monotonic() + options.time_limit
-    with ThreadPoolExecutor(options.jobs) as pool:
-        futures = [pool.submit(run_file, file, options.marks, deadline, extra) for file in files]
-        outcomes = []
-        for future in futures:
-            outcome = future.result()
-            outcomes.append(outcome)
-            counts = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.skipped} skipped"
-            print(f"{outcome.file}: {counts}, {outcome.seconds:.0f} s", flush=True)
-
-    totals = {
-        key: sum(getattr(outcome, key) for outcome in outcomes) for key in ("passed", "failed", "skipped")
-    }
+    outcome = run_tests(options.paths, options.jobs, options.marks, options.time_limit)
     result = {
         "git_rev": options.git_rev,
-        **totals,
-        **machine,
+        "passed": outcome.passed,
+        "failed": outcome.failed,
+        "skipped": outcome.skipped,
+        **describe_machine(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "gpu-tests.json").write_text(json.dumps(result, indent=2) + "\n")
-    failures = [f"==== {outcome.file}\n{outcome.log}" for outcome in outcomes if outcome.failed]
-    if failures:
-        (options.out / "gpu-tests.log").write_text("\n".join(failures))
-        print("\n".join(log[-6000:] for log in failures))
-    print("{passed} passed, {failed} failed, {skipped} skipped".format(**totals), flush=True)
-    return int(totals["failed"] != 0 or totals["passed"] == 0)
+    if outcome.failed:
+        (options.out / "gpu-tests.log").write_text(outcome.log)
+    print(outcome.log[-6000:])
+    print(f"{outcome.passed} passed, {outcome.failed} failed, {outcome.skipped} skipped", flush=True)
+    return int(outcome.failed != 0 or outcome.passed == 0)
 
 
 if __name__ == "__main__":
