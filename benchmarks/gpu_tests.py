@@ -50,10 +50,10 @@ def run_tests(paths: list[str], jobs: int, marks: str, time_limit: float) -> Out
     environment.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "junit.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=8"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
         command += [*paths, *(f"--ignore={ROOT / path}" for path in NOT_ON_GPU), f"--junit-xml={report}"]
         command += ["-n", str(jobs), "--dist", "worksteal"] if jobs else []
-        command += ["-m", marks] if marks else []
+        command += ["--durations=8", *(["-m", marks] if marks else [])]
         try:
             done = subprocess.run(
                 command,
