@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -84,3 +85,11 @@ def test_gpu_runner_stops_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.
     outcome = gpu_tests.run_tests([str(file)], 0, "", 1)
     assert (outcome.passed, outcome.failed) == (0, 1)
     assert "time limit" in outcome.log
+
+
+def test_gpu_runner_knows_every_file_that_looks_at_a_device() -> None:
+    listed = load("benchmarks/gpu_tests.py").ON_GPU
+    for file in sorted(ROOT.glob("tests/**/test_*.py")):
+        source, name = file.read_text(), str(file.relative_to(ROOT))
+        if re.search(r"^def test_\w+\([^)]*\bdevice\b|^pytestmark = pytest.mark.gpu", source, re.MULTILINE):
+            assert name.startswith(listed), f"{name} is not in ON_GPU of benchmarks/gpu_tests.py"

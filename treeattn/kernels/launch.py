@@ -60,18 +60,16 @@ class Launch:
 
     def __call__(self, *leading: Any) -> None:
         """Launch on its device's current stream; a leading tensor may be an address once the kernel is compiled."""
-        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                self._launch(leading)
-        else:
-            self._launch(leading)
-
-    def _launch(self, leading: tuple[Any, ...]) -> None:
-        if self.run is None:
+        index = self.device.index
+        # torch.cuda.current_device() is the same behind a check that CUDA is initialised, and 0.5 µs
+        if self.device.type == "cuda" and torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self(*leading)
+        elif self.run is None:
             self._first(leading)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *leading, *self.rest)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *leading, *self.rest)
 
     def _first(self, leading: tuple[Any, ...]) -> None:
         names = self.kernel.arg_names
