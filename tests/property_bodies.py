@@ -31,6 +31,30 @@ PLACEMENTS = {
     "strided_q": (False, True),
 }
 
+GEOMETRY = {
+    "group": (1, 2, 4, 3, 5, 6, 8, 12),
+    "num_kv_heads": (1, 2, 3, 4),
+    "head_dim": (16, 64, 128, 80, 96, 256, 72),
+}
+
+
+def _compiled(count: int) -> list[Recipe]:
+    """Geometries and placements, each of which is another compiled kernel; every option of every list occurs."""
+    options = GEOMETRY | {name: PLACEMENTS[name] for name in PLACEMENTS if name not in ("stale", "poison")}
+    rng = random.Random(0)
+    columns = [rng.sample([values[i % len(values)] for i in range(count)], count) for values in options.values()]
+    return [dict(zip(options, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+COMPILED = _compiled(24)
+"""What the examples of all properties share on a GPU, where a kernel of its own for each would take seconds each."""
+
+
+@st.composite
+def compiled_recipes(draw: st.DrawFn) -> Recipe:
+    """:func:`recipes` over few geometries."""
+    return draw(recipes()) | draw(st.sampled_from(COMPILED))
+
 
 @st.composite
 def recipes(draw: st.DrawFn, small: bool = False) -> Recipe:
@@ -38,9 +62,9 @@ def recipes(draw: st.DrawFn, small: bool = False) -> Recipe:
     recipe: Recipe = {
         "seed": draw(st.integers(0, 9999)),
         "batch": draw(st.integers(0, 3 if small else 5)),
-        "group": draw(st.sampled_from((1, 2, 4, 3, 5, 6, 8, 12))),
+        "group": draw(st.sampled_from(GEOMETRY["group"])),
         "num_kv_heads": draw(st.integers(1, 2 if small else 4)),
-        "head_dim": draw(st.sampled_from((16, 64, 32, 40) if small else (16, 64, 128, 80, 96, 256, 72))),
+        "head_dim": draw(st.sampled_from((16, 64, 32, 40) if small else GEOMETRY["head_dim"])),
         "max_width": draw(st.sampled_from((1, 4, 9, 17) if small else (1, 4, 8, 9, 17, 33, 65, 129))),
         "max_prefix": draw(st.sampled_from((0, 7, 33) if small else (0, 7, 33, 130, 300))),
         "uniform": draw(st.booleans()),

@@ -46,7 +46,8 @@ from .tiles import (
 )
 
 
-@triton.jit
+# what changes with the batch must not make another kernel of the same code
+@triton.jit(do_not_specialize=["total_q", "num_words", "stride_table_request"])
 def attention_kernel(
     q_ptr,  # [total_q, num_qo_heads, head_dim]
     k_ptr,  # paged cache, through stride_k_*

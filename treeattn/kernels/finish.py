@@ -68,7 +68,7 @@ def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, BLO
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_q", "num_qo_heads", "num_merges", "items_a_request", "chunks"])
 def finish_kernel(
     out_ptr,  # [total_q, num_qo_heads, head_dim]
     lse_ptr,  # float32 [total_q, num_qo_heads] through stride_lse_*, written if HAS_LSE
@@ -83,7 +83,8 @@ def finish_kernel(
     row_request_ptr,  # int32 [total_q]
     total_q,
     num_qo_heads,
-    num_merges,  # items of the whole capacity, or boundaries between programs; CHUNKS programs each
+    num_merges,  # items of the whole capacity, or boundaries between programs
+    chunks,  # programs of each merge
     items_a_request,
     stride_out_row,
     stride_out_head,
@@ -98,7 +99,6 @@ def finish_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     CHUNK_PARTS: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
@@ -106,10 +106,10 @@ def finish_kernel(
     PDL: tl.constexpr,  # launched before attention_kernel has ended
 ):
     program = tl.program_id(0)
-    if program >= num_merges * CHUNKS:
+    if program >= num_merges * chunks:
         if PDL:
             tl.extra.cuda.gdc_wait()
-        row = (program - num_merges * CHUNKS) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
+        row = (program - num_merges * chunks) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
         owner = tl.load(row_request_ptr + row, mask=row < total_q, other=-1)
         owned = owner >= 0
         node = row - tl.load(qo_indptr_ptr + owner, mask=owned, other=0)
@@ -121,7 +121,7 @@ def finish_kernel(
                       stride_lse_head, HEAD_DIM, BLOCK_D, HAS_LSE)  # fmt: skip
         return
 
-    index = program // CHUNKS
+    index = program // chunks
     share = tl.load(share_ptr)
     lane_programs = tl.load(share_ptr + 1)
     lanes = tl.load(share_ptr + 2)
@@ -161,7 +161,7 @@ def finish_kernel(
         tl.extra.cuda.gdc_wait()
     if mine & (first < last):
         tile_rows = tl.cdiv(nodes * GROUP, row_tiles)
-        local = program % CHUNKS * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
+        local = program % chunks * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
         rows = row_tile * tile_rows + local
         valid = (local < tile_rows) & (rows < tl.minimum(nodes, total_q - first_row) * GROUP)
         if tl.max(valid.to(tl.int32), 0) > 0:

@@ -51,7 +51,7 @@ def pick(mine, values):
     return tl.sum(tl.where(mine, values[None, :], 0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "max_pages", "num_programs", "min_share"])
 def plan_kernel(
     prefix_lens_ptr,  # int32 [batch]
     num_nodes_ptr,  # int32 [batch]

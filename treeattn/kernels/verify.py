@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 KV_CAPACITY = tl.constexpr(5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_q_len"])
 def accept_kernel(
     parents_ptr,  # int32 [total_q], local
     qo_ptr,
@@ -90,7 +90,7 @@ def accept_launch(layout: TreeLayout, draft: Tensor, target: Tensor, out: Accept
     return Launch(accept_kernel, (layout.batch,), arguments)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_rows_b", "columns"])
 def global_rows_kernel(
     rows_ptr,
     stride_rows_b,
@@ -153,7 +153,7 @@ def slot_offsets(
     return page * stride_cache_page + offset * stride_cache_slot, outside
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_rows_b", "rows_columns", "stride_table", "table_width"])
 def compact_kernel(
     bases_ptr,  # int64 [caches]: device addresses
     rows_ptr,
