@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from ..config import KernelConfig
@@ -108,7 +109,8 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
     for request in range(work.batch):
         mask[request, 0, :, :, work.prefix :] = inputs.tree_rows(request)
     mask = mask.view(work.batch, 1, group * q_len, length)
-    # the query heads of a KV head as rows: SDPA's own enable_gqa with a mask was wrong on the GPU (torch 2.11)
+    # the query heads of a KV head as rows; what torch 2.11 picks by itself for a mask on Hopper was wrong either way
+    backends = [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH]
     by_head = (work.batch, q_len, work.kv_heads, group, work.head_dim)
     q = inputs.q.view(by_head).permute(0, 2, 3, 1, 4).reshape(work.batch, work.kv_heads, group * q_len, work.head_dim)
 
@@ -117,7 +119,8 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
 
     def call(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         def attend() -> Tensor:
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            with torch.nn.attention.sdpa_kernel(backends):
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             rows = out.view(work.batch, work.kv_heads, group, q_len, work.head_dim)
             return rows.permute(0, 3, 1, 2, 4).reshape(inputs.q.shape)
 
