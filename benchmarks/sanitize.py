@@ -74,7 +74,8 @@ def layout_and_verify() -> int:
     target = torch.randint(0, 3, (layout.total_q,), device="cuda")
     accepted = verify.accept(layout, draft, target)
     verify.global_rows(layout, accepted.rows, accepted.lens)
-    verify.compact_kv_([case.k_cache, case.v_cache], case.kv(), layout, accepted.rows, accepted.lens)
+    caches = [cache for cache in (case.k_cache, case.v_cache) if cache is not None]
+    verify.compact_kv_(caches, case.kv(), layout, accepted.rows, accepted.lens)
     return 0
 
 

@@ -13,6 +13,7 @@ from .buffers import StaticBuffers
 from .config import KernelConfig, select_config
 from .kv import PagedKV
 from .layout import TreeLayout
+from .merge import merge
 from .plan import Step, plan
 from .verify import Accepted, accept, compact_kv_, global_rows
 from .width import VerifyWidth, resolve_verify_width
@@ -30,6 +31,7 @@ __all__ = [
     "available_backends",
     "compact_kv_",
     "global_rows",
+    "merge",
     "plan",
     "resolve_verify_width",
     "select_config",

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from .kv import cache_strides
 from .plan import CheckedCall, Step
+from .scoring import Scale, Scoring, check_scoring
 
 
-def _check_rows(name: str, tensor: Tensor, step: Step, heads: int) -> None:
-    expected = (step.layout.total_q, heads, step.head_dim)
-    if tensor.ndim != 3 or tensor.shape[1:] != expected[1:]:
+def _check_rows(name: str, tensor: Tensor, step: Step, heads: int, dim: int) -> None:
+    if tensor.ndim != 3 or tensor.shape[1:] != (heads, dim):
         raise ValueError(
-            f"{name}: expected [query rows, heads, head_dim] = [{expected[0]}, {expected[1]}, {expected[2]}], "
+            f"{name}: expected [query rows, heads, head_dim] = [{step.layout.total_q}, {heads}, {dim}], "
             f"got {list(tensor.shape)}"
         )
     _check_row_count(name, tensor.shape[0], step)
@@ -44,7 +42,7 @@ def _check_row_count(name: str, rows: int, step: Step) -> None:
 def _check_call(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     step: Step,
     k_tree: Tensor | None,
     v_tree: Tensor | None,
@@ -58,18 +56,17 @@ def _check_call(
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, the step is on {device}")
     for name, tensor in named.items():
-        if name != "lse" and tensor is not None and tensor.dtype != step.dtype:
-            raise TypeError(f"{name} is {tensor.dtype}, the step was planned for {step.dtype}")
-    _check_rows("q", q, step, step.num_qo_heads)
-    if (k_tree is None) != (v_tree is None):
-        raise ValueError("give k_tree and v_tree together, or neither")
-    if step.fresh_tree and k_tree is None:
-        raise ValueError("the step was planned with fresh_tree=True: k_tree and v_tree are missing")
-    if k_tree is not None and v_tree is not None:
-        _check_rows("k_tree", k_tree, step, step.num_kv_heads)
-        _check_rows("v_tree", v_tree, step, step.num_kv_heads)
+        wanted = step.kv_dtype if name.endswith("_cache") else step.dtype
+        if name != "lse" and tensor is not None and tensor.dtype != wanted:
+            raise TypeError(f"{name} is {tensor.dtype}, the step was planned for {wanted}")
+    _check_rows("q", q, step, step.num_qo_heads, step.head_dim)
+    _check_pairs(step, v_cache, k_tree, v_tree)
+    if k_tree is not None:
+        _check_rows("k_tree", k_tree, step, step.num_kv_heads, step.head_dim)
+    if v_tree is not None:
+        _check_rows("v_tree", v_tree, step, step.num_kv_heads, step.head_dim_v)
     if out is not None:
-        _check_rows("out", out, step, step.num_qo_heads)
+        _check_rows("out", out, step, step.num_qo_heads, step.head_dim_v)
     for name in ("k_tree", "v_tree", "out"):
         tensor = named[name]
         if tensor is not None and tensor.shape[0] != q.shape[0]:
@@ -85,26 +82,47 @@ def _check_call(
         tensor = named[name]
         if tensor is not None and any(size > 1 and tensor.stride(axis) == 0 for axis, size in enumerate(tensor.shape)):
             raise ValueError(f"{name} is written: its elements must not share memory (strides {tensor.stride()})")
+    return _check_caches(step, k_cache, v_cache)
+
+
+def _check_pairs(step: Step, v_cache: Tensor | None, k_tree: Tensor | None, v_tree: Tensor | None) -> None:
+    """K comes with V, unless V is a part of K."""
+    if step.shared_kv and (v_cache is not None or v_tree is not None):
+        raise ValueError("the step was planned with shared_kv=True, V is a part of K: give v_cache=None, v_tree=None")
+    if not step.shared_kv:
+        if v_cache is None:
+            raise ValueError("v_cache=None is for a step planned with shared_kv=True (MLA)")
+        if (k_tree is None) != (v_tree is None):
+            raise ValueError("give k_tree and v_tree together, or neither")
+    if step.fresh_tree and k_tree is None:
+        wanted = "k_tree is" if step.shared_kv else "k_tree and v_tree are"
+        raise ValueError(f"the step was planned with fresh_tree=True: {wanted} missing")
+
+
+def _check_caches(step: Step, k_cache: Tensor, v_cache: Tensor | None) -> tuple[int, ...]:
     strides: list[int] = []
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+    caches = [("k_cache", k_cache, step.head_dim)]
+    if v_cache is not None:
+        caches.append(("v_cache", v_cache, step.head_dim_v))
+    for name, cache, dim in caches:
         strides.extend(cache_strides(cache, step.kv.page_size, step.kv_layout, name))
         head_axis = 1 if cache.ndim == 3 or step.kv_layout == "HND" else 2
-        if cache.shape[head_axis] != step.num_kv_heads or cache.shape[-1] != step.head_dim:
+        if cache.shape[head_axis] != step.num_kv_heads or cache.shape[-1] != dim:
             raise ValueError(
                 f"{name} has {cache.shape[head_axis]} heads of {cache.shape[-1]} in {list(cache.shape)}, "
-                f"the step was planned for {step.num_kv_heads} heads of {step.head_dim}"
+                f"the step was planned for {step.num_kv_heads} heads of {dim}"
             )
-    if k_cache.shape[0] != v_cache.shape[0]:
+    if v_cache is not None and k_cache.shape[0] != v_cache.shape[0]:
         what = "token slots" if k_cache.ndim == 3 else "pages"
         sizes = f"k_cache has {k_cache.shape[0]} {what}, v_cache has {v_cache.shape[0]}"
         raise ValueError(f"{sizes}: one table addresses both")
-    return tuple(strides)
+    return tuple(strides) if v_cache is not None else (*strides, *strides)
 
 
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     step: Step,
     *,
     k_tree: Tensor | None = None,
@@ -112,6 +130,11 @@ def tree_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    sinks_in_lse: bool = False,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     zero_tail: bool = False,
 ) -> Tensor:
     """Attention of a batch of draft trees over their prefixes and themselves.
@@ -122,17 +145,26 @@ def tree_attention(
         ``[total_q, num_qo_heads, head_dim]``, rows of request b at ``qo_indptr[b]``; padding rows may hold anything.
     k_cache, v_cache : Tensor
         Paged caches, ``[pages, page_size, kv_heads, head_dim]`` ("NHD"), ``[pages, kv_heads, page_size, head_dim]``
-        ("HND") or ``[token_slots, kv_heads, head_dim]``; any strides with the last axis contiguous.
+        ("HND") or ``[token_slots, kv_heads, head_dim]``; any strides with the last axis contiguous. `v_cache` has
+        `head_dim_v`, and is None for a step with ``shared_kv``: V is then the first `head_dim_v` numbers of K.
     step : Step
         From :func:`treeattn.plan`, or a group of :class:`treeattn.StaticBuffers`.
     k_tree, v_tree : Tensor, optional
         ``[total_q, kv_heads, head_dim]``: the nodes' own K and V, used in place of what the cache holds for them.
     out : Tensor, optional
-        Like q, written in place. Rows past ``qo_indptr[batch]`` are not touched.
+        ``[total_q, num_qo_heads, head_dim_v]``, written in place. Rows past ``qo_indptr[batch]`` are not touched.
     lse : Tensor, optional
         ``float32 [total_q, num_qo_heads]``, either stride order: log-sum-exp of the scores (natural log).
     sm_scale : float, optional
-        Factor on the scores, ``1 / sqrt(head_dim)`` by default.
+        Factor on the scores, ``1 / sqrt(head_dim)`` by default; mandatory with ``shared_kv``.
+    logits_soft_cap : float
+        Scores become ``cap * tanh(score / cap)``; 0 for none.
+    sinks : Tensor, optional
+        ``[num_qo_heads]``: a logit of each head that takes weight and has no value (gpt-oss).
+    sinks_in_lse : bool
+        The lse counts the sinks; by default it does not, so that :func:`treeattn.merge` can add them once.
+    k_scale, v_scale : float or Tensor, optional
+        What a number of an FP8 cache stands for: one number, or float32 ``[num_kv_heads]``. Not for `k_tree`, `v_tree`.
     zero_tail : bool
         Also write 0 (lse -inf) to the rows past ``qo_indptr[batch]``, which are otherwise left as they are.
 
@@ -148,8 +180,8 @@ def tree_attention(
     """
     host = step.host
     key = (
-        q.device, k_cache.device, v_cache.device, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(),
-        k_cache.dtype, v_cache.shape, v_cache.stride(), v_cache.dtype,
+        q.device, k_cache.device, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype,
+        None if v_cache is None else (v_cache.shape, v_cache.stride(), v_cache.dtype, v_cache.device),
         None if k_tree is None else (k_tree.shape, k_tree.stride(), k_tree.dtype, k_tree.device),
         None if v_tree is None else (v_tree.shape, v_tree.stride(), v_tree.dtype, v_tree.device),
         None if out is None else (out.shape, out.stride(), out.dtype, out.device),
@@ -159,18 +191,17 @@ def tree_attention(
     if checked is None:
         strides = _check_call(q, k_cache, v_cache, step, k_tree, v_tree, out, lse)
         checked = step.checked[key] = CheckedCall(strides)
+    scoring = check_scoring(step, q.device, sm_scale, logits_soft_cap, sinks, k_scale, v_scale, sinks_in_lse)
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if sm_scale is None:
-        sm_scale = 1 / math.sqrt(step.head_dim)
+        out = q.new_empty(q.shape[0], step.num_qo_heads, step.head_dim_v)
     if step.backend == "triton":
-        _run_triton(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, sm_scale, zero_tail, checked)
+        _run_triton(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, scoring, zero_tail, checked)
         return out
     if step.backend == "reference":
         from .reference import tree_attention_reference as run
     else:
         from .torch_backend import tree_attention_torch as run
-    run(q, k_cache, v_cache, step, k_tree=k_tree, v_tree=v_tree, out=out, lse=lse, sm_scale=sm_scale)
+    run(q, k_cache, v_cache, step, scoring, k_tree=k_tree, v_tree=v_tree, out=out, lse=lse)
     if zero_tail:
         tail = slice(int(step.layout.qo_indptr[-1]), None)
         out[tail] = 0
@@ -182,13 +213,13 @@ def tree_attention(
 def _run_triton(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     step: Step,
     k_tree: Tensor | None,
     v_tree: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
-    sm_scale: float,
+    scoring: Scoring,
     zero_tail: bool,
     checked: CheckedCall,
 ) -> None:
@@ -199,6 +230,11 @@ def _run_triton(
             if lse is not None:
                 lse.fill_(-torch.inf)
         return
+    if v_cache is None:
+        raise NotImplementedError("backend 'triton' has no shared_kv yet; backend='torch' can")
+    if scoring.logits_soft_cap or scoring.sinks is not None:
+        raise NotImplementedError("backend 'triton' has no soft cap and no sinks yet; backend='torch' can")
+    sm_scale = scoring.sm_scale
     low_bits = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()
     for extra in (k_tree, v_tree, lse):
         if extra is not None:

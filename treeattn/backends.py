@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from .config import KernelConfig
+from .geometry import Geometry
 
 BACKENDS = ("reference", "torch", "triton")
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -39,7 +40,7 @@ def _triton_reason(device_type: str) -> str | None:
     return None
 
 
-def resolve(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def resolve(backend: str, device: torch.device, geometry: Geometry) -> str:
     """Name of the backend to use.
 
     Raises
@@ -55,16 +56,29 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype, head_dim: in
     if name not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
     if name == "triton":
-        reason = _triton_reason(device.type)
-        if reason is None and dtype not in _TRITON_DTYPES:
-            reason = f"it computes float16, bfloat16 and float32, not {dtype}"
-        if reason is None and not 1 <= head_dim <= 256:
-            reason = f"it covers head_dim up to 256, got {head_dim}"
-        if reason is None and device.type == "cpu" and dtype == torch.bfloat16:
-            reason = "Triton's interpreter computes bfloat16 products wrongly"
+        reason = _triton_reason(device.type) or _triton_lacks(device, geometry)
         if reason is not None:
             raise NotImplementedError(f"backend 'triton' cannot do this: {reason}; backend='torch' can")
     return name
+
+
+def _triton_lacks(device: torch.device, geometry: Geometry) -> str | None:
+    """What of a geometry the Triton backend does not cover, or None."""
+    if geometry.dtype not in _TRITON_DTYPES:
+        return f"it computes float16, bfloat16 and float32, not {geometry.dtype}"
+    if geometry.head_dim > 256:
+        return f"it covers head_dim up to 256, got {geometry.head_dim}"
+    if device.type == "cpu" and geometry.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 products wrongly"
+    if geometry.shared_kv or geometry.head_dim_v != geometry.head_dim:
+        return f"it needs V of the same head_dim as K, got {geometry.head_dim_v} and {geometry.head_dim}"
+    if geometry.kv_dtype != geometry.dtype:
+        return f"it reads caches of q's dtype, not {geometry.kv_dtype}"
+    if geometry.window_left >= 0:
+        return f"it has no sliding window yet, got window_left {geometry.window_left}"
+    if geometry.part != "all":
+        return f"it has no partial runs yet, got part {geometry.part!r}"
+    return None
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .geometry import Geometry, Part
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout, write_layout_
 from .layout_input import MaskForm
@@ -61,9 +62,14 @@ class StaticBuffers:
         head_dim: int,
         *,
         kv: PagedKV,
+        head_dim_v: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
         kv_layout: KVLayout = "NHD",
         fresh_tree: bool = False,
+        shared_kv: bool = False,
+        window_left: int = -1,
+        part: Part = "all",
         backend: str = "auto",
     ) -> Step:
         """Add the layers of one geometry; arguments as in :func:`treeattn.plan`.
@@ -76,10 +82,11 @@ class StaticBuffers:
         Step
             For :func:`treeattn.tree_attention`; its plan is made again by each :meth:`update_`.
         """
-        step = prepare_step(
-            self.layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype=dtype, kv_layout=kv_layout,
-            fresh_tree=fresh_tree, backend=backend, host=self.host,
+        geometry = Geometry.of(
+            num_qo_heads, num_kv_heads, head_dim, head_dim_v=head_dim_v, dtype=dtype, kv_dtype=kv_dtype,
+            kv_layout=kv_layout, fresh_tree=fresh_tree, shared_kv=shared_kv, window_left=window_left, part=part,
         )  # fmt: skip
+        step = prepare_step(self.layout, kv, geometry, backend=backend, host=self.host)
         update_plan_(step)
         self.groups.append(step)
         return step
@@ -202,7 +209,8 @@ class StaticBuffers:
         Parameters
         ----------
         groups : list of dict
-            Per group ``num_qo_heads``, ``num_kv_heads``, ``head_dim`` and ``dtype`` (default bfloat16).
+            Per group the arguments of :meth:`add_group` that describe it: ``num_qo_heads``, ``num_kv_heads``,
+            ``head_dim`` and what is not the default.
         arch, num_sms : int
             Chip: compute capability times ten and multiprocessors (an H200 by default).
 
@@ -210,14 +218,15 @@ class StaticBuffers:
         -----
         With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
         bytes. A Triton group with P programs and row tiles of R takes
-        ``8 * P * R * (head_dim + 1) + 64 * P + 8 * max_batch + 20``: two float32 partials (out and lse) a program.
+        ``8 * P * R * (head_dim_v + 1) + 64 * P + 8 * max_batch + 20``: two float32 partials (out and lse) a program.
         """
         from .config import select_config
 
         meta = torch.device("meta")
         owners: list[Any] = [TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=meta)]
-        for group in groups or []:
-            heads, kv_heads, dim = group["num_qo_heads"], group["num_kv_heads"], group["head_dim"]
-            config = select_config(arch, group.get("dtype", torch.bfloat16), heads // kv_heads, dim, max_q_len)
-            owners.append(PlanBuffers.allocate(max_batch, num_sms * config.programs_per_sm, config, dim, meta))
+        for options in groups or []:
+            group = Geometry.of(**options)
+            config = select_config(arch, group.dtype, group.group, group.head_dim, max_q_len)
+            programs = num_sms * config.programs_per_sm
+            owners.append(PlanBuffers.allocate(max_batch, programs, config, group.head_dim_v, meta))
         return sum(tensor.nbytes for owner in owners for tensor in tensors_of(owner).values())

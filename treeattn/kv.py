@@ -4,7 +4,8 @@ The cache belongs to the caller. :class:`PagedKV` holds addresses only, as the f
 or cast per step. A *token slot* is ``page * page_size + offset``; the *logical position* ``p`` of a request is in page
 ``table[p // page_size]`` at offset ``p % page_size``. The committed prefix lies at logical positions
 ``0 .. prefix_len - 1``. The nodes of the draft tree lie at ``tree_slots`` where the caller gives them, else at logical
-positions ``prefix_len + row``.
+positions ``prefix_len + row``. Where the cache keeps only a window, ``kv_start`` says which position its pages begin
+with.
 
 Not here: reading K and V (kernels), moving them (verify).
 """
@@ -87,6 +88,9 @@ class PagedKV:
         hold anything.
     tree_slots : Tensor, optional
         ``[total_q]`` int32 or int64: the token slot of each row's K and V. Entries of padding rows may hold anything.
+    kv_start : Tensor, optional
+        ``[batch]`` int32 or int64: the position of the first token that the pages hold, 0 by default. For a cache that
+        keeps only a window: what lies before is gone, and no row sees it.
 
     Examples
     --------
@@ -100,6 +104,7 @@ class PagedKV:
     kv_indices: Tensor | None = None
     block_table: Tensor | None = None
     tree_slots: Tensor | None = None
+    kv_start: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -107,7 +112,8 @@ class PagedKV:
         csr = (self.kv_indptr is not None) + (self.kv_indices is not None)
         if (self.block_table is not None) == (csr > 0) or csr == 1:
             raise ValueError("give kv_indptr with kv_indices, or block_table: one of the two, and whole")
-        for name, axes in (("kv_indptr", 1), ("kv_indices", 1), ("block_table", 2), ("tree_slots", 1)):
+        for name, axes in (("kv_indptr", 1), ("kv_indices", 1), ("block_table", 2), ("tree_slots", 1),
+                           ("kv_start", 1)):  # fmt: skip
             tensor = getattr(self, name)
             if tensor is None:
                 continue
@@ -121,6 +127,9 @@ class PagedKV:
                 raise ValueError(f"{name} is on {tensor.device}, the page ids are on {self.device}")
         if self.kv_indptr is not None and self.kv_indptr.shape[0] == 0:
             raise ValueError("kv_indptr must have batch + 1 entries, got 0")
+        if self.kv_start is not None and self.kv_start.shape[0] < self.batch:
+            entries = self.kv_start.shape[0]
+            raise ValueError(f"kv_start has {entries} entries, the addresses cover {self.batch} requests")
 
     @property
     def batch(self) -> int:
@@ -153,8 +162,15 @@ class PagedKV:
             return self.kv_indices[:0]
         return self.kv_indices[start:end]
 
+    def start_of(self, request: int, prefix_len: int) -> int:
+        """Position of the first token that a request's pages hold, at most `prefix_len` (a host read)."""
+        return 0 if self.kv_start is None else min(max(int(self.kv_start[request]), 0), prefix_len)
+
     def slots_of(self, request: int, positions: Tensor) -> Tensor:
-        """Token slots of logical positions of a request, int64, like `positions` (CPU use: reads ``kv_indptr``)."""
+        """Token slots of a request's tokens, counted from the first one that its pages hold: int64, like `positions`.
+
+        For the CPU: reads ``kv_indptr``.
+        """
         positions = positions.long()
         pages = self.pages_of(request)[positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
@@ -163,7 +179,8 @@ class PagedKV:
         """Token slots of a request's nodes, int64 ``[num_nodes]``; `first_row` is ``qo_indptr[request]``."""
         if self.tree_slots is not None:
             return self.tree_slots[first_row : first_row + num_nodes].long()
-        return self.slots_of(request, torch.arange(prefix_len, prefix_len + num_nodes, device=self.device))
+        first = prefix_len - self.start_of(request, prefix_len)
+        return self.slots_of(request, torch.arange(first, first + num_nodes, device=self.device))
 
     @classmethod
     def allocate(
@@ -174,6 +191,7 @@ class PagedKV:
         max_pages: int | None = None,
         max_pages_per_request: int | None = None,
         max_total_q: int | None = None,
+        windowed: bool = False,
         dtype: torch.dtype = torch.int32,
         device: torch.device | str = "cuda",
     ) -> PagedKV:
@@ -187,6 +205,8 @@ class PagedKV:
             Width of a block table instead.
         max_total_q : int, optional
             Room for `tree_slots` of this many rows.
+        windowed : bool
+            With a `kv_start`.
         """
         if (max_pages is None) == (max_pages_per_request is None):
             raise ValueError("give max_pages (CSR) or max_pages_per_request (block table)")
@@ -194,12 +214,13 @@ class PagedKV:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        slots = None if max_total_q is None else zeros(max_total_q)
+        more = {
+            "tree_slots": None if max_total_q is None else zeros(max_total_q),
+            "kv_start": zeros(max_batch) if windowed else None,
+        }
         if max_pages is not None:
-            return cls(
-                page_size=page_size, kv_indptr=zeros(max_batch + 1), kv_indices=zeros(max_pages), tree_slots=slots
-            )
-        return cls(page_size=page_size, block_table=zeros(max_batch, max_pages_per_request or 0), tree_slots=slots)
+            return cls(page_size=page_size, kv_indptr=zeros(max_batch + 1), kv_indices=zeros(max_pages), **more)
+        return cls(page_size=page_size, block_table=zeros(max_batch, max_pages_per_request or 0), **more)
 
     def copy_(self, source: PagedKV) -> None:
         """Copy a step's addresses into this object's memory; nothing of the step before is left.
@@ -224,7 +245,7 @@ class PagedKV:
         if source.page_size != self.page_size:
             raise ValueError(f"page_size is {source.page_size}, these addresses were made for {self.page_size}")
         pairs: list[tuple[Tensor, Tensor]] = []
-        for name in ("kv_indptr", "kv_indices", "block_table", "tree_slots"):
+        for name in ("kv_indptr", "kv_indices", "block_table", "tree_slots", "kv_start"):
             own, new = getattr(self, name), getattr(source, name)
             if (own is None) != (new is None):
                 state = "missing" if new is None else "given"

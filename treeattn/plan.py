@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import backends
 from .config import KernelConfig, select_config
+from .geometry import Geometry, Part
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout
 
@@ -75,8 +76,8 @@ class CheckedCall:
     launches: dict[Any, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step(Geometry):
     """What one verify step needs beside the layer's tensors: layout, KV addresses, plan. Made by :func:`plan`.
 
     Used by every layer of one group, on one stream at a time: the layers share the partials' memory.
@@ -84,13 +85,7 @@ class Step:
 
     layout: TreeLayout
     kv: PagedKV
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
     backend: str
-    kv_layout: KVLayout
-    fresh_tree: bool
     config: KernelConfig | None = None
     num_programs: int = 0
     buffers: PlanBuffers | None = None
@@ -102,11 +97,6 @@ class Step:
     def words32(self) -> Tensor:
         """The mask words as the kernels read them: int32 ``[total_q, 2 * num_words]``, the same memory."""
         return self.layout.mask_words.view(torch.int32)
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_qo_heads // self.num_kv_heads
 
     def request_lengths(self, rows: int) -> Iterator[tuple[int, int, int, int, int]]:
         """``request, first_row, q_len, prefix_len, num_nodes`` of each request that has rows (reads the device).
@@ -126,7 +116,8 @@ class Step:
             count = nodes[request]
             if count > 0:
                 room = self.kv.pages_of(request).shape[0] * self.kv.page_size
-                needed = prefixes[request] + (count if self.nodes_in_table else 0)
+                needed = prefixes[request] - self.kv.start_of(request, prefixes[request])
+                needed += count if self.nodes_in_table else 0
                 if needed > room:
                     self._report_capacity(request, room, needed)
                     count = 0
@@ -145,18 +136,6 @@ class Step:
             self.layout.status.copy_(torch.tensor(row, dtype=torch.int32))
 
 
-def check_geometry(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise if no backend can have such a geometry."""
-    if num_kv_heads < 1 or num_qo_heads < 1 or num_qo_heads % num_kv_heads:
-        raise ValueError(
-            f"num_qo_heads {num_qo_heads} must be a multiple of num_kv_heads {num_kv_heads}, and both positive"
-        )
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be positive, got {head_dim}")
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating point type, got {dtype}")
-
-
 def plan(
     layout: TreeLayout,
     kv: PagedKV,
@@ -164,9 +143,14 @@ def plan(
     num_kv_heads: int,
     head_dim: int,
     *,
+    head_dim_v: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
     kv_layout: KVLayout = "NHD",
     fresh_tree: bool = False,
+    shared_kv: bool = False,
+    window_left: int = -1,
+    part: Part = "all",
     backend: str = "auto",
     config: KernelConfig | None = None,
 ) -> Step:
@@ -180,13 +164,25 @@ def plan(
         Where the batch's K and V are. Borrowed: a later change of its tensors needs a new plan only if lengths change.
     num_qo_heads, num_kv_heads, head_dim : int
         Geometry of the layers (per GPU). The first must be a multiple of the second.
+    head_dim_v : int, optional
+        Of V and out, `head_dim` by default.
     dtype : torch.dtype
         Of q, K, V and out.
+    kv_dtype : torch.dtype, optional
+        Of the caches where it is not `dtype`: float8_e4m3fn or float8_e5m2, with scales given to each call.
     kv_layout : {"NHD", "HND"}
         Axis order of 4-D caches: ``[pages, page_size, kv_heads, head_dim]`` or
         ``[pages, kv_heads, page_size, head_dim]``.
     fresh_tree : bool
         The nodes' K and V come with each call as ``k_tree``, ``v_tree``; the request's pages need not hold them.
+    shared_kv : bool
+        V is the first `head_dim_v` numbers of K (MLA in its absorbed form, 576 and 512): calls give ``v_cache=None``
+        and a scale.
+    window_left : int
+        A row sees keys at positions ``>= its own - window_left``, by ``layout.positions`` (depth, not row); negative
+        for no window.
+    part : {"all", "prefix", "tree"}
+        Only the keys of the prefix, or only nodes: for runs whose states :func:`treeattn.merge` combines.
     backend : {"auto", "reference", "torch", "triton"}
         "auto" is Triton on a CUDA device and torch on a CPU. A backend named here never falls back to another.
     config : KernelConfig, optional
@@ -203,10 +199,11 @@ def plan(
     NotImplementedError
         If the backend cannot do this geometry (the message names one that can).
     """
-    step = prepare_step(
-        layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype=dtype, kv_layout=kv_layout, fresh_tree=fresh_tree,
-        backend=backend, config=config,
+    geometry = Geometry.of(
+        num_qo_heads, num_kv_heads, head_dim, head_dim_v=head_dim_v, dtype=dtype, kv_dtype=kv_dtype,
+        kv_layout=kv_layout, fresh_tree=fresh_tree, shared_kv=shared_kv, window_left=window_left, part=part,
     )  # fmt: skip
+    step = prepare_step(layout, kv, geometry, backend=backend, config=config)
     update_plan_(step)
     return step
 
@@ -214,39 +211,31 @@ def plan(
 def prepare_step(
     layout: TreeLayout,
     kv: PagedKV,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    geometry: Geometry,
     *,
-    dtype: torch.dtype,
-    kv_layout: KVLayout,
-    fresh_tree: bool,
     backend: str,
     host: HostState | None = None,
     config: KernelConfig | None = None,
 ) -> Step:
     """A checked step with its memory, its plan not yet made; arguments as in :func:`plan`."""
-    check_geometry(num_qo_heads, num_kv_heads, head_dim, dtype)
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
     if kv.device != layout.device:
         raise ValueError(f"the KV addresses are on {kv.device}, the layout is on {layout.device}")
     if kv.batch < layout.batch:
         raise ValueError(f"the layout has {layout.batch} requests, the KV addresses cover {kv.batch}")
     if kv.tree_slots is not None and kv.tree_slots.shape[0] < layout.total_q:
         raise ValueError(f"tree_slots has {kv.tree_slots.shape[0]} entries, the layout has {layout.total_q} query rows")
-    name = backends.resolve(backend, layout.device, dtype, head_dim)
+    name = backends.resolve(backend, layout.device, geometry)
     programs, buffers = 0, None
     if name == "triton":
         config = config or select_config(
-            backends.arch(layout.device), dtype, num_qo_heads // num_kv_heads, head_dim, layout.max_q_len
+            backends.arch(layout.device), geometry.dtype, geometry.group, geometry.head_dim, layout.max_q_len
         )
         programs = backends.num_programs(layout.device, config)
-        buffers = PlanBuffers.allocate(layout.batch, programs, config, head_dim, layout.device)
+        buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device)
+    shared = {entry.name: getattr(geometry, entry.name) for entry in fields(Geometry)}
     return Step(
-        layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype, name, kv_layout, fresh_tree, config, programs, buffers,
-        host,
-    )  # fmt: skip
+        **shared, layout=layout, kv=kv, backend=name, config=config, num_programs=programs, buffers=buffers, host=host
+    )
 
 
 def update_plan_(step: Step) -> None:

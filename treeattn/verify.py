@@ -293,8 +293,9 @@ def _places(b: int, kv: PagedKV, layout: TreeLayout, count: int) -> Tensor:
     prefix = int(layout.prefix_lens[b])
     if kv.tree_slots is None:
         room = kv.pages_of(b).shape[0] * kv.page_size
-        if prefix + count > room:
-            raise status_error((Status.KV_CAPACITY, b, room, prefix + count))
+        needed = prefix - kv.start_of(b, prefix) + count
+        if needed > room:
+            raise status_error((Status.KV_CAPACITY, b, room, needed))
     return kv.node_slots(b, int(layout.qo_indptr[b]), prefix, count)
 
 

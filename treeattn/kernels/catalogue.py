@@ -132,9 +132,10 @@ def _step(config: KernelConfig, dtype: torch.dtype, call: Call) -> Step:
     head_dim = max(config.block_d - call.unused, 16)
     programs = SMS * config.programs_per_sm
     buffers = PlanBuffers.allocate(call.batch, programs, config, head_dim, META)
+    geometry = {"num_qo_heads": KV_HEADS * call.group, "num_kv_heads": KV_HEADS, "head_dim": head_dim}
     return Step(
-        layout, kv, KV_HEADS * call.group, KV_HEADS, head_dim, dtype, "triton", "NHD", call.tree_kv == "fresh", config,
-        programs, buffers,
+        **geometry, head_dim_v=head_dim, dtype=dtype, kv_dtype=dtype, fresh_tree=call.tree_kv == "fresh", layout=layout,
+        kv=kv, backend="triton", config=config, num_programs=programs, buffers=buffers,
     )  # fmt: skip
 
 

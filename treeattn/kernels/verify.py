@@ -170,6 +170,7 @@ def compact_kernel(
     stride_table,
     table_width,
     indptr_ptr,  # kv_indptr
+    start_ptr,  # kv_start, read if HAS_START
     page_size,
     stride_cache_page,  # strides in words
     stride_cache_slot,
@@ -178,6 +179,7 @@ def compact_kernel(
     columns,  # heads * head_words
     status_ptr,
     HAS_SLOTS: tl.constexpr,
+    HAS_START: tl.constexpr,
     CSR: tl.constexpr,
     WORD: tl.constexpr,  # bytes of a word
     ROWS: tl.constexpr,
@@ -188,6 +190,9 @@ def compact_kernel(
     count = tl.minimum(tl.minimum(tl.load(lens_ptr + b * stride_lens).to(tl.int32), nodes), rows_columns)
     start = tl.load(qo_ptr + b).to(tl.int64)
     prefix = tl.load(prefix_ptr + b).to(tl.int64)
+    if HAS_START:
+        first = tl.load(start_ptr + b).to(tl.int64)
+        prefix -= tl.minimum(tl.maximum(first, 0), prefix)
     table_begin = b.to(tl.int64) * stride_table
     table_pages = start * 0 + table_width  # not table_width.to(): a width of 1 is compiled in as a plain int
     if CSR:
@@ -296,6 +301,7 @@ def compact_launches(
             "stride_table": table.stride(0) if kv.block_table is not None else 0,
             "table_width": table.shape[-1],
             "indptr_ptr": table if kv.kv_indptr is None else kv.kv_indptr,
+            "start_ptr": table if kv.kv_start is None else kv.kv_start,
             "page_size": kv.page_size,
             "stride_cache_page": strides[0] * size // word,
             "stride_cache_slot": strides[1] * size // word,
@@ -304,6 +310,7 @@ def compact_launches(
             "columns": heads * head_words,
             "status_ptr": layout.status,
             "HAS_SLOTS": kv.tree_slots is not None,
+            "HAS_START": kv.kv_start is not None,
             "CSR": kv.kv_indptr is not None,
             "WORD": word,
             "ROWS": 8,

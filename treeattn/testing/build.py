@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import Case, Placement, poison_, scatter_, tree_mask_of
-from .trees import draw_tree
+from .cases import Case, Options, Placement, poison_, scale_of, scatter_, tree_mask_of
+from .trees import ancestors_or_self, draw_tree
 
 __all__ = ["build_case", "random_case", "rebuild"]
 
@@ -36,6 +36,8 @@ def build_case(
     tail: int = 0,
     sharpness: float = 1.0,
     sm_scale: float | None = None,
+    options: Options | None = None,
+    positions: Sequence[Tensor] | None = None,
     seed: int = 0,
     name: str | None = None,
 ) -> Case:
@@ -57,10 +59,14 @@ def build_case(
         Rows of q past the last request (ragged only).
     sharpness : float
         Factor on q: larger makes softmax more peaked.
+    options : Options, optional
+        Default: plain attention.
+    positions : sequence of Tensor, optional
+        int64 `[q_len]` per request; default: prefix_len + depth, or something random with `masks`.
     seed : int
         Of the numbers and the page order; the same arguments give the same bytes.
     """
-    place = placement or Placement()
+    place, options = placement or Placement(), options or Options()
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     nodes = tuple(len(tree) for tree in parents)
     widths = tuple(q_lens) if q_lens is not None else nodes
@@ -73,33 +79,45 @@ def build_case(
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen).to(dtype)
 
-    content_k = tuple(numbers(p + n, num_kv, head_dim) for p, n in zip(lengths, nodes, strict=True))
-    content_v = tuple(numbers(p + n, num_kv, head_dim) for p, n in zip(lengths, nodes, strict=True))
-    content_q = [numbers(n, num_qo, head_dim) for n in nodes]
-    tables, node_slots, pool = _assign_pages(place, lengths, nodes, rng)
-    key_slots = tuple(
-        torch.tensor(_slots_of(place, table, prefix, count, own), dtype=torch.int64)
-        for table, prefix, count, own in zip(tables, lengths, nodes, node_slots, strict=True)
+    dim_v = options.head_dim_v or head_dim
+    general = masks is not None and source in ("full", "tree")
+    at = tuple(positions or _positions(parents, widths, lengths, general, random.Random(seed + 1)))
+    starts = tuple(
+        _kv_start(options, length, rows[:count]) for length, rows, count in zip(lengths, at, nodes, strict=True)
     )
+    k_scale, v_scale = _scales(options, num_kv, random.Random(seed + 2))
+    plain_k = [numbers(p + n, num_kv, head_dim) for p, n in zip(lengths, nodes, strict=True)]
+    plain_v = [numbers(p + n, num_kv, dim_v) for p, n in zip(lengths, nodes, strict=True)]
+    content_q = [numbers(n, num_qo, head_dim) for n in nodes]
+    held = tuple(length - start for length, start in zip(lengths, starts, strict=True))
+    tables, node_slots, pool = _assign_pages(place, held, nodes, rng)
+    key_slots = tuple(
+        torch.tensor([-1] * start + _slots_of(place, table, prefix, count, own), dtype=torch.int64)
+        for start, table, prefix, count, own in zip(starts, tables, held, nodes, node_slots, strict=True)
+    )
+    content_k = tuple(map(_as_cached, plain_k, key_slots, [options.kv_dtype] * len(nodes), [k_scale] * len(nodes)))
+    content_v = tuple(map(_as_cached, plain_v, key_slots, [options.kv_dtype] * len(nodes), [v_scale] * len(nodes)))
+    if options.shared_kv:
+        content_v = tuple(dense[..., :dim_v] for dense in content_k)
+    sinks = torch.randn(num_qo, generator=torch.Generator().manual_seed(seed + 3)) * 2 if options.sinks else None
 
     q_width = num_qo + 2 * num_kv if place.strided_q else num_qo
     q = poison_(torch.empty(total_q, q_width, head_dim, dtype=dtype), place.poison, gen)[:, :num_qo]
-    k_cache, v_cache = _empty_caches(place, pool, num_kv, head_dim, dtype, gen)
+    k_cache, v_cache = _empty_caches(place, pool, num_kv, (head_dim, dim_v), options.kv_dtype or dtype, gen)
     k_tree = v_tree = None
     if place.tree_kv == "fresh":
         gaps = ((0, 0), (0, 0)) if not place.strided_q else ((2, 0), (1, 8))
         k_tree, v_tree = (
-            poison_(torch.empty(total_q, num_kv + extra, head_dim + dims, dtype=dtype), place.poison, gen)[
-                :, :num_kv, :head_dim
-            ]
-            for extra, dims in gaps
+            poison_(torch.empty(total_q, num_kv + extra, dim + dims, dtype=dtype), place.poison, gen)[:, :num_kv, :dim]
+            for (extra, dims), dim in zip(gaps, (head_dim, dim_v), strict=True)
         )
     first = 0
     for b, width in enumerate(widths):
         q[first : first + nodes[b]] = content_q[b] * sharpness
         cached = key_slots[b] >= 0
-        scatter_(k_cache, content_k[b][cached], key_slots[b][cached], place)
-        scatter_(v_cache, content_v[b][cached], key_slots[b][cached], place)
+        scatter_(k_cache, content_k[b][cached] / scale_of(k_scale), key_slots[b][cached], place)
+        if not options.shared_kv:
+            scatter_(v_cache, content_v[b][cached] / scale_of(v_scale), key_slots[b][cached], place)
         if k_tree is not None and v_tree is not None:
             k_tree[first : first + nodes[b]] = content_k[b][lengths[b] :]
             v_tree[first : first + nodes[b]] = content_v[b][lengths[b] :]
@@ -126,15 +144,71 @@ def build_case(
         key_slots=key_slots,
         q=q,
         k_cache=k_cache,
-        v_cache=v_cache,
+        v_cache=None if options.shared_kv else v_cache,
         k_tree=k_tree,
-        v_tree=v_tree,
+        v_tree=None if options.shared_kv else v_tree,
         layout_args=_layout_args(
             source, parents, widths, lengths, nodes, tree_masks, uniform, tail, max_q_len, place, rng
         ),
         kv_args=_kv_args(place, tables, node_slots, widths, nodes, tail, pool, rng),
+        options=options,
+        positions=at,
+        kv_starts=starts,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=None if options.shared_kv else v_scale,
     )
+    if options.windowed:
+        case.kv_args["kv_start"] = torch.tensor(starts, dtype=place.index_dtype)
+    if general:
+        flat = torch.cat([*at, torch.zeros(tail, dtype=torch.int64)])
+        case.layout_args["positions"] = flat.to(place.index_dtype)
     return case.to(device)
+
+
+def _positions(
+    parents: Sequence[Sequence[int]], widths: tuple[int, ...], prefixes: tuple[int, ...], general: bool,
+    rng: random.Random,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """prefix_len + depth of each row by a naive walk; anything from prefix_len on where masks are general."""
+    found = []
+    for tree, width, prefix in zip(parents, widths, prefixes, strict=True):
+        if general:
+            depths = [rng.randint(0, width) for _ in range(width)]
+        else:
+            depths = [len(ancestors_or_self(tree, node)) - 1 for node in range(len(tree))] + [0] * (width - len(tree))
+        found.append(torch.tensor([prefix + depth for depth in depths], dtype=torch.int64))
+    return tuple(found)
+
+
+def _kv_start(options: Options, prefix: int, positions: Tensor) -> int:
+    """First token that a windowed cache holds: what the row furthest back still sees."""
+    if not options.windowed or options.window_left < 0 or not len(positions):
+        return 0
+    return min(max(int(positions.min()) - options.window_left, 0), prefix)
+
+
+def _scales(options: Options, heads: int, rng: random.Random) -> tuple[float | Tensor | None, float | Tensor | None]:
+    def one() -> float | Tensor | None:
+        if options.scales == "none":
+            return None
+        if options.scales == "float":
+            return rng.uniform(0.3, 2.0)
+        if options.scales == "tensor":
+            return torch.tensor(rng.uniform(0.3, 2.0))
+        return torch.tensor([rng.uniform(0.3, 2.0) for _ in range(heads)])
+
+    return one(), one()
+
+
+def _as_cached(dense: Tensor, slots: Tensor, kv_dtype: torch.dtype | None, scale: float | Tensor | None) -> Tensor:
+    """What attention has for keys whose numbers go through an FP8 cache; the others stay."""
+    if kv_dtype is None:
+        return dense
+    stored = (dense.float() / scale_of(scale)).to(kv_dtype).float() * scale_of(scale)
+    return torch.where((slots >= 0)[:, None, None], stored, dense.float())
+
+
 
 
 def rebuild(
@@ -173,6 +247,8 @@ def rebuild(
         max_q_len=case.max_q_len,
         tail=case.tail,
         sm_scale=case.sm_scale,
+        options=case.options,
+        positions=[case.positions[b] for b in chosen],
         seed=seed,
         name=f"{case.name} rebuilt",
     )
@@ -222,8 +298,11 @@ def _slots_of(place: Placement, table: list[int], prefix: int, nodes: int, own: 
 
 
 def _empty_caches(
-    place: Placement, pages: int, heads: int, dim: int, dtype: torch.dtype, gen: torch.Generator
+    place: Placement, pages: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, gen: torch.Generator
 ) -> tuple[Tensor, Tensor]:
+    (dim, dim_v), kind = dims, place.cache
+    if dim != dim_v and kind in ("interleaved", "packed"):
+        kind = "paged"  # K and V of unlike sizes do not share a tensor
     page = place.page_size
     hnd = place.kv_layout == "HND"
     axes = (heads, page) if hnd else (page, heads)
@@ -231,20 +310,20 @@ def _empty_caches(
     def bad(*shape: int) -> Tensor:
         return poison_(torch.empty(shape, dtype=dtype), place.poison, gen)
 
-    if place.cache == "flat":
-        return bad(pages * page, heads, dim), bad(pages * page, heads, dim)
-    if place.cache == "interleaved":
+    if kind == "flat":
+        return bad(pages * page, heads, dim), bad(pages * page, heads, dim_v)
+    if kind == "interleaved":
         both = bad(pages, 2, *axes, dim)
         return both[:, 0], both[:, 1]
-    if place.cache == "packed":
+    if kind == "packed":
         both = bad(pages, *axes, 2 * dim)
         return both[..., :dim], both[..., dim:]
-    if place.cache in ("strided", "unlike"):
-        v_cache = bad(pages, axes[0] + 1, axes[1] + 1, dim + 8)[:, : axes[0], : axes[1], :dim]
-        if place.cache == "unlike":
+    if kind in ("strided", "unlike"):
+        v_cache = bad(pages, axes[0] + 1, axes[1] + 1, dim_v + 8)[:, : axes[0], : axes[1], :dim_v]
+        if kind == "unlike":
             return bad(pages, *axes, dim), v_cache
         return bad(pages, axes[0] + 1, axes[1] + 1, dim + 8)[:, : axes[0], : axes[1], :dim], v_cache
-    return bad(pages, *axes, dim), bad(pages, *axes, dim)
+    return bad(pages, *axes, dim), bad(pages, *axes, dim_v)
 
 
 def _layout_args(
@@ -349,7 +428,7 @@ def random_case(
         ``"small"`` keeps shapes that Triton's interpreter can afford.
     **pins
         Values that replace a draw while every other draw stays: any of batch, group, num_kv_heads, head_dim, uniform,
-        max_width, max_prefix, tree_kind, padding, empties, source, sharpness, or a field of `Placement`.
+        max_width, max_prefix, tree_kind, padding, empties, source, sharpness, options, or a field of `Placement`.
 
     Returns
     -------
@@ -422,13 +501,14 @@ def random_case(
         tail=tail,
         sharpness=draw("sharpness", (1.0, 1.0, 4.0)),
         sm_scale=rng.choice((None, None, None, 0.3, -0.2)),
+        options=pins.get("options"),
         seed=seed,
     )
 
 
 _PINS = (
     "batch", "group", "num_kv_heads", "head_dim", "uniform", "max_width", "max_prefix", "tree_kind", "padding",
-    "empties", "source", "sharpness", "tail",
+    "empties", "source", "sharpness", "tail", "options",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .trees import ancestors_or_self
 
-__all__ = ["Case", "Placement", "poison_"]
+__all__ = ["Case", "Options", "Placement", "poison_"]
 
 _POISON = (float("nan"), float("inf"), float("-inf"))
 
@@ -62,8 +62,44 @@ class Placement:
     strided_q: bool = False
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a case asks of attention beside its geometry; the defaults ask for nothing.
+
+    Attributes
+    ----------
+    head_dim_v : int or None
+        None for the head_dim of K.
+    kv_dtype : torch.dtype or None
+        FP8 type of the caches; None for the case's dtype.
+    scales : {"none", "float", "tensor", "heads"}
+        How `k_scale` and `v_scale` are given, for an FP8 cache.
+    shared_kv : bool
+        V is the first `head_dim_v` numbers of K.
+    window_left : int
+    windowed : bool
+        The caches hold only what the window of some row needs (`kv_start`).
+    part : {"all", "prefix", "tree"}
+    logits_soft_cap : float
+    sinks, sinks_in_lse : bool
+    """
+
+    head_dim_v: int | None = None
+    kv_dtype: torch.dtype | None = None
+    scales: str = "none"
+    shared_kv: bool = False
+    window_left: int = -1
+    windowed: bool = False
+    part: str = "all"
+    logits_soft_cap: float = 0.0
+    sinks: bool = False
+    sinks_in_lse: bool = False
+
+
 def poison_(tensor: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:
     """Fill `tensor` in place with what must not be read."""
+    if tensor.dtype.itemsize == 1:  # FP8: what float16 holds, rounded
+        return tensor.copy_(poison_(torch.empty(tensor.shape, dtype=torch.float16), kind, generator).to(tensor.dtype))
     if kind == "nan":
         return tensor.fill_(float("nan"))
     if kind == "inf":
@@ -100,12 +136,21 @@ class Case:
         Bool `[q_len, q_len]` per request on the CPU, from a naive walk up the parents (or general bits).
     content_k, content_v : tuple of Tensor
         `[prefix_len + nodes, num_kv_heads, head_dim]` per request on the CPU.
+        What attention should take them for: dequantised where the caches are FP8.
     key_slots : tuple of Tensor
-        Token slot of each of these keys in the cache; -1 for nodes whose K and V are fresh.
+        Token slot of each of these keys in the cache; -1 where the cache has none: fresh nodes, and tokens before what
+        the pages hold.
     q, k_cache, v_cache, k_tree, v_tree : Tensor
         What the attention call gets; `k_tree`, `v_tree` are None unless fresh.
     kv_args : dict
         Arguments of `treeattn.PagedKV`.
+    options : Options
+    positions : tuple of Tensor
+        int64 `[q_len]` per request on the CPU.
+    kv_starts : tuple of int
+        Position of the first token that the pages of each request hold.
+    sinks, k_scale, v_scale
+        As `treeattn.tree_attention` gets them.
     """
 
     name: str
@@ -128,11 +173,22 @@ class Case:
     key_slots: tuple[Tensor, ...]
     q: Tensor
     k_cache: Tensor
-    v_cache: Tensor
+    v_cache: Tensor | None
     k_tree: Tensor | None
     v_tree: Tensor | None
     layout_args: dict[str, Any]
     kv_args: dict[str, Any]
+    options: Options = Options()
+    positions: tuple[Tensor, ...] = ()
+    kv_starts: tuple[int, ...] = ()
+    sinks: Tensor | None = None
+    k_scale: float | Tensor | None = None
+    v_scale: float | Tensor | None = None
+
+    @property
+    def head_dim_v(self) -> int:
+        """Of V and out."""
+        return self.options.head_dim_v or self.head_dim
 
     @property
     def batch(self) -> int:
@@ -161,9 +217,16 @@ class Case:
         """Bool `[q_len, prefix_len + nodes]` on the CPU: what each row of the request sees."""
         q_len, nodes, prefix = self.q_lens[request], self.nodes[request], self.prefixes[request]
         seen = torch.zeros(q_len, prefix + nodes, dtype=torch.bool)
+        window, part = self.options.window_left, self.options.part
+        at = self.positions[request]
+        keys = torch.cat([torch.arange(prefix), at[:nodes]])
+        held = torch.arange(prefix + nodes) >= self.kv_starts[request]
         for row in range(nodes):
-            seen[row, :prefix] = True
-            seen[row, prefix:] = self.tree_masks[request][row, :nodes]
+            seen[row, :prefix] = part != "tree"
+            seen[row, prefix:] = self.tree_masks[request][row, :nodes] & torch.tensor(part != "prefix")
+            seen[row] &= held
+            if window >= 0:
+                seen[row] &= keys >= at[row] - window
         return seen
 
     def layout(self, **overrides: Any) -> Any:
@@ -192,6 +255,9 @@ class Case:
             v_cache=moved(self.v_cache),
             k_tree=moved(self.k_tree),
             v_tree=moved(self.v_tree),
+            sinks=moved(self.sinks),
+            k_scale=moved(self.k_scale),
+            v_scale=moved(self.v_scale),
             layout_args={key: moved(value) for key, value in self.layout_args.items()},
             kv_args={key: moved(value) for key, value in self.kv_args.items()},
         )
@@ -207,9 +273,9 @@ class Case:
         new_k, new_v = self.k_cache, self.v_cache
         tree_k, tree_v = self.k_tree, self.v_tree
         if k is not None:
-            new_k, tree_k = self._refilled(self.k_cache, self.k_tree, k)
-        if v is not None:
-            new_v, tree_v = self._refilled(self.v_cache, self.v_tree, v)
+            new_k, tree_k = self._refilled(self.k_cache, self.k_tree, k, self.k_scale)
+        if v is not None and self.v_cache is not None:
+            new_v, tree_v = self._refilled(self.v_cache, self.v_tree, v, self.v_scale)
         new_q = self.q
         if q is not None:
             new_q = _move(self.q, self.device)
@@ -227,14 +293,14 @@ class Case:
         )
 
     def _refilled(
-        self, cache: Tensor, fresh: Tensor | None, content: tuple[Tensor, ...]
+        self, cache: Tensor, fresh: Tensor | None, content: tuple[Tensor, ...], scale: float | Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         cache = _move(cache, cache.device)
         fresh = None if fresh is None else _move(fresh, fresh.device)
         for request, dense in enumerate(content):
             slots = self.key_slots[request]
             cached = slots >= 0
-            scatter_(cache, dense[cached], slots[cached], self.placement)
+            scatter_(cache, dense[cached] / scale_of(scale), slots[cached], self.placement)
             if fresh is not None:
                 first, prefix = self.starts[request], self.prefixes[request]
                 fresh[first : first + self.nodes[request]] = dense[prefix:].to(fresh.device, fresh.dtype)
@@ -253,6 +319,11 @@ class Case:
             f"prefix {brief(self.prefixes)}, heads {self.num_qo_heads}/{self.num_kv_heads}, dim {self.head_dim}, "
             f"{str(self.dtype)[6:]}, {self.source}, {place.table} {str(place.index_dtype)[6:]} page {place.page_size}, "
             f"tree K/V {place.tree_kv}, {place.cache} {place.kv_layout}, unused {place.poison}/{place.stale}"
+            + "".join(
+                f", {entry.name} {getattr(self.options, entry.name)}"
+                for entry in dataclasses.fields(Options)
+                if getattr(self.options, entry.name) != entry.default
+            )
         )
 
 
@@ -264,10 +335,17 @@ def tree_mask_of(parents: Sequence[int], q_len: int) -> Tensor:
     return mask
 
 
+def scale_of(scale: float | Tensor | None) -> Tensor:
+    """A scale on the CPU that multiplies `[keys, heads, dim]`."""
+    return torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32).cpu().reshape(-1, 1)
+
+
 def scatter_(cache: Tensor, dense: Tensor, slots: Tensor, placement: Placement) -> None:
-    """Write `dense [n, heads, dim]` to token slots of a cache."""
+    """Write `dense [n, heads, dim]`, rounded to the cache's type, to token slots of a cache."""
     slots = slots.to(cache.device)
-    dense = dense.to(cache.device, cache.dtype)
+    dense = dense.to(cache.dtype).to(cache.device)
+    if cache.dtype.itemsize == 1:  # FP8 has no indexing: its bytes have
+        cache, dense = cache.view(torch.uint8), dense.view(torch.uint8)
     page, offset = slots // placement.page_size, slots % placement.page_size
     if cache.dim() == 3:
         cache[slots] = dense

@@ -30,20 +30,39 @@ class Result:
 
 def group_of(case: Case) -> dict[str, Any]:
     """Arguments of `treeattn.plan` and `StaticBuffers.add_group` that describe the case's geometry."""
+    options = case.options
     return {
         "num_qo_heads": case.num_qo_heads,
         "num_kv_heads": case.num_kv_heads,
         "head_dim": case.head_dim,
+        "head_dim_v": options.head_dim_v,
         "dtype": case.dtype,
+        "kv_dtype": options.kv_dtype,
         "kv_layout": case.placement.kv_layout,
         "fresh_tree": case.placement.tree_kv == "fresh",
+        "shared_kv": options.shared_kv,
+        "window_left": options.window_left,
+        "part": options.part,
+    }
+
+
+def call_of(case: Case) -> dict[str, Any]:
+    """Arguments of `treeattn.tree_attention` beside its tensors and its step."""
+    options = case.options
+    return {
+        "sm_scale": case.head_dim**-0.5 if options.shared_kv and case.sm_scale is None else case.sm_scale,
+        "logits_soft_cap": options.logits_soft_cap,
+        "sinks": case.sinks,
+        "sinks_in_lse": options.sinks_in_lse,
+        "k_scale": case.k_scale,
+        "v_scale": case.v_scale,
     }
 
 
 def _guards(case: Case, rows: int, seed: int) -> tuple[Guarded, Guarded]:
     owned = case.starts[-1]
-    shape = (rows, case.num_qo_heads, case.head_dim)
-    out = Guarded(shape, case.dtype, case.device, gap=(0, case.head_dim)[seed % 2], own_rows=owned)
+    shape = (rows, case.num_qo_heads, case.head_dim_v)
+    out = Guarded(shape, case.dtype, case.device, gap=(0, case.head_dim_v)[seed % 2], own_rows=owned)
     lse = Guarded(shape[:2], torch.float32, case.device, transposed=bool(seed // 2 % 2), own_rows=owned)
     return out, lse
 
@@ -87,7 +106,7 @@ def run_plain(
         v_tree=case.v_tree,
         out=out.tensor,
         lse=lse.tensor,
-        sm_scale=case.sm_scale,
+        **call_of(case),
     )
     if returned.data_ptr() != out.tensor.data_ptr():
         raise ValueError("tree_attention returned another tensor than the caller's out")
@@ -139,13 +158,16 @@ class StaticRun:
         self.q = torch.full(
             (max_total_q, like.num_qo_heads, like.head_dim), float("nan"), dtype=like.dtype, device=device
         )
-        self.fresh: tuple[Tensor, Tensor] | None = None
+        if like.options.windowed:
+            tables["kv_start"] = stale(max_batch)
+        self.fresh: tuple[Tensor, Tensor | None] | None = None
         if place.tree_kv == "fresh":
-            shape = (max_total_q, like.num_kv_heads, like.head_dim)
-            self.fresh = (
-                torch.full(shape, float("nan"), dtype=like.dtype, device=device),
-                torch.full(shape, float("nan"), dtype=like.dtype, device=device),
+            dims = (like.head_dim, like.head_dim_v)
+            k_tree, v_tree = (
+                torch.full((max_total_q, like.num_kv_heads, dim), float("nan"), dtype=like.dtype, device=device)
+                for dim in dims
             )
+            self.fresh = (k_tree, None if like.options.shared_kv else v_tree)
         self.bufs = treeattn.StaticBuffers(max_batch, max_q_len, max_total_q, device=device)
         kv = treeattn.PagedKV(page_size=place.page_size, **tables)
         self.step = self.bufs.add_group(kv=kv, backend=backend, **group_of(like))
@@ -174,9 +196,9 @@ class StaticRun:
             else:
                 static[: new.numel()] = new
         self.q[: case.total_q] = case.q
-        if self.fresh is not None and case.k_tree is not None and case.v_tree is not None:
-            self.fresh[0][: case.total_q] = case.k_tree
-            self.fresh[1][: case.total_q] = case.v_tree
+        for kept, own in zip(self.fresh or (), (case.k_tree, case.v_tree), strict=False):
+            if kept is not None and own is not None:
+                kept[: case.total_q] = own
 
     def update_(self, case: Case) -> None:
         """Layout and plan of a case."""
@@ -190,7 +212,7 @@ class StaticRun:
         k_tree, v_tree = (None, None) if self.fresh is None else self.fresh
         treeattn.tree_attention(
             self.q, case.k_cache, case.v_cache, self.step, k_tree=k_tree, v_tree=v_tree, out=out, lse=lse,
-            sm_scale=case.sm_scale,
+            **call_of(case),
         )  # fmt: skip
 
     def run(self, case: Case) -> Result:
@@ -224,6 +246,7 @@ def previous_of(case: Case, seed: int) -> Case:
         kv_layout=place.kv_layout,
         cache=place.cache,
         poison="noise",
+        options=case.options,
     )
 
 

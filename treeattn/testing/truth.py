@@ -24,7 +24,16 @@ class Truth(NamedTuple):
     lse: Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    sm_scale: float,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    sinks_in_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Masked attention of one request.
 
     Parameters
@@ -36,6 +45,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float) -> tu
     mask : Tensor
         Bool `[rows, keys]`.
     sm_scale : float
+    soft_cap : float
+        0 for none.
+    sinks : Tensor, optional
+        `[num_qo_heads]`.
+    sinks_in_lse : bool
 
     Returns
     -------
@@ -52,21 +66,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sm_scale: float) -> tu
     heads_k = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
     heads_v = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
     scores = (heads_q @ heads_k.transpose(1, 2)) * sm_scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~mask[rows][:, keys], -math.inf)
-    out[rows] = (torch.softmax(scores, dim=2) @ heads_v).transpose(0, 1)
-    lse[rows] = torch.logsumexp(scores, dim=2).transpose(0, 1)
+    if sinks is not None:
+        # a key of its own whose value is 0
+        column = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        with_sink = torch.cat([scores, column], dim=2)
+        weights = torch.softmax(with_sink, dim=2)[..., :-1]
+    else:
+        with_sink = scores
+        weights = torch.softmax(scores, dim=2)
+    out[rows] = (weights @ heads_v).transpose(0, 1)
+    lse[rows] = torch.logsumexp(with_sink if sinks_in_lse else scores, dim=2).transpose(0, 1)
     return out, lse
 
 
 def _per_request(case: Case, dtype: torch.dtype) -> Truth:
-    out = torch.zeros(case.total_q, case.num_qo_heads, case.head_dim, dtype=dtype)
+    out = torch.zeros(case.total_q, case.num_qo_heads, case.head_dim_v, dtype=dtype)
     lse = torch.full((case.total_q, case.num_qo_heads), -math.inf, dtype=dtype)
     scale = case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale
     q = case.q.cpu().to(dtype)
     for request, q_len in enumerate(case.q_lens):
         rows = slice(case.starts[request], case.starts[request] + q_len)
         k, v = case.content_k[request].to(dtype), case.content_v[request].to(dtype)
-        out[rows], lse[rows] = attend(q[rows], k, v, case.visible(request), scale)
+        out[rows], lse[rows] = attend(
+            q[rows], k, v, case.visible(request), scale, case.options.logits_soft_cap,
+            None if case.sinks is None else case.sinks.cpu(), case.options.sinks_in_lse,
+        )  # fmt: skip
     return Truth(out, lse)
 
 

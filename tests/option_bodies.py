@@ -1,0 +1,118 @@
+"""Combinations of options, and what must hold for each, as functions of a `Setting`; the test modules give it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from settings_of_tests import Setting
+
+import treeattn
+from treeattn.testing import Case, Options, check_case, judge, rebuild, run_plain, truth
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WINDOWS = (0, 3, 17, 40)
+
+
+def _combinations() -> dict[str, tuple[Options, dict[str, Any]]]:
+    """Options by name, with what else the case must have. Every legal pair of options occurs."""
+    found: dict[str, tuple[Options, dict[str, Any]]] = {
+        "soft-cap": (Options(logits_soft_cap=5.0), {"sharpness": 4.0}),
+        "sinks": (Options(sinks=True), {}),
+        "sinks-in-lse": (Options(sinks=True, sinks_in_lse=True), {}),
+        "prefix": (Options(part="prefix"), {}),
+        "tree": (Options(part="tree"), {}),
+        "unlike-dims": (Options(head_dim_v=32), {"head_dim": 48}),
+        "wide-v": (Options(head_dim_v=64), {"head_dim": 40}),
+        "mla": (Options(head_dim_v=64, shared_kv=True), {"head_dim": 80, "num_kv_heads": 1}),
+        "gpt-oss": (Options(window_left=16, sinks=True), {"group": 8, "head_dim": 64}),
+        "gemma": (Options(window_left=33, logits_soft_cap=50.0), {"group": 2, "head_dim": 64}),
+    }
+    for window in WINDOWS:
+        found[f"window-{window}"] = (Options(window_left=window), {})
+        found[f"windowed-cache-{window}"] = (Options(window_left=window, windowed=True), {})
+    for kind, dtype in (("e4m3", E4M3), ("e5m2", E5M2)):
+        for scales in ("none", "float", "tensor", "heads"):
+            found[f"{kind}-{scales}"] = (Options(kv_dtype=dtype, scales=scales), {})
+    single = {
+        "fp8": {"kv_dtype": E4M3, "scales": "heads"},
+        "window": {"window_left": 17},
+        "windowed": {"window_left": 9, "windowed": True},
+        "cap": {"logits_soft_cap": 3.0},
+        "sinks": {"sinks": True},
+        "prefix": {"part": "prefix"},
+        "tree": {"part": "tree"},
+        "mla": {"head_dim_v": 64, "shared_kv": True},
+        "dims": {"head_dim_v": 24},
+    }
+    names = list(single)
+    for index, first in enumerate(names):
+        for second in names[index + 1 :]:
+            if {first, second} in ({"prefix", "tree"}, {"mla", "dims"}, {"window", "windowed"}):
+                continue  # one or the other
+            mla = "mla" in (first, second)
+            pins = {"head_dim": 80, "num_kv_heads": 1} if mla else {"head_dim": 40}
+            found[f"{first}+{second}"] = (Options(**single[first], **single[second]), pins)
+    every = {**single["fp8"], **single["windowed"], **single["cap"], **single["sinks"]}
+    found["all"] = (Options(**every, **single["dims"]), {"head_dim": 40})
+    found["all-mla"] = (Options(**every, **single["mla"]), {"head_dim": 80, "num_kv_heads": 1})
+    return found
+
+
+COMBINATIONS = _combinations()
+TREE_KV = ("logical", "slots", "fresh")
+PAGES = (1, 16, 64, 128)
+
+
+def case_of(setting: Setting, name: str, seed: int) -> Case:
+    """A random case with the options; seeds walk through dtypes, page sizes and places of the nodes."""
+    options, pins = COMBINATIONS[name]
+    dtype = setting.dtypes[seed % len(setting.dtypes)]
+    placed = {"tree_kv": TREE_KV[seed % 3], "page_size": PAGES[seed % 4]}
+    return setting.case(seed, dtype, **{**placed, "batch": 1 + seed % 3, **pins, "options": options})
+
+
+def run_options(setting: Setting, name: str, seeds: int = 4) -> None:
+    """Plainly and through static buffers as the float64 truth says."""
+    first = sum(map(ord, name)) % 1000
+    for seed in range(first, first + seeds):
+        case = case_of(setting, name, seed)
+        for path in ("plain", "static"):
+            verdict = check_case(case, setting.backend, path)
+            assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
+
+
+def merged_parts_are_the_whole(setting: Setting, seed: int) -> None:
+    """Prefix and tree, run apart and merged, are one run over both; a sink is applied once."""
+    dtype = setting.dtypes[seed % len(setting.dtypes)]
+    options = Options(window_left=(-1, 12)[seed % 2], logits_soft_cap=(0.0, 4.0)[seed // 2 % 2])
+    case = setting.case(seed, dtype, batch=3, options=options)
+    states = []
+    for part in ("prefix", "tree"):
+        result = run_plain(dataclasses.replace(case, options=dataclasses.replace(options, part=part)), setting.backend)
+        states += [result.out, result.lse]
+    out, lse = treeattn.merge(*states)
+    verdict = judge(case, out, lse)
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+    sinks = torch.randn(case.num_qo_heads, generator=torch.Generator().manual_seed(seed))
+    for in_lse in (False, True):
+        wanted = dataclasses.replace(
+            case, sinks=sinks, options=dataclasses.replace(options, sinks=True, sinks_in_lse=in_lse)
+        )
+        out, lse = treeattn.merge(*states, sinks=sinks, sinks_in_lse=in_lse)
+        verdict = judge(wanted, out, lse, truth(wanted))
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+def general_masks_take_the_callers_positions(setting: Setting, seed: int) -> None:
+    """Any bits, above the diagonal too, with windows by positions that no depth explains."""
+    dtype = setting.dtypes[seed % len(setting.dtypes)]
+    options = Options(window_left=(0, 2, 9, 30)[seed % 4])
+    case = setting.case(seed, dtype, batch=2, source="general", padding=False, empties=False, options=options)
+    for path in ("plain", "static"):
+        verdict = check_case(case, setting.backend, path)
+        assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
+    moved = rebuild(case, order=[1, 0], seed=seed + 1)
+    verdict = check_case(moved, setting.backend)
+    assert verdict.ok, f"{verdict.message}\n{moved.describe()}"

@@ -1,0 +1,92 @@
+"""How one call turns products into weights: scale, soft cap, sinks, and the scales of an FP8 cache."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .geometry import FP8_DTYPES, Geometry
+
+Scale = float | Tensor
+
+
+class Scoring(NamedTuple):
+    """Options of a call beside its tensors.
+
+    Attributes
+    ----------
+    sm_scale : float
+        Factor on ``<q, k>``.
+    logits_soft_cap : float
+        Scores become ``cap * tanh(score / cap)``; 0 for none.
+    sinks : Tensor or None
+        ``[num_qo_heads]``: a logit of each head that takes weight and has no value.
+    k_scale, v_scale : float or Tensor
+        What a number of the cache stands for; a tensor of one number or ``[num_kv_heads]``.
+    sinks_in_lse : bool
+        The lse counts the sink too.
+    """
+
+    sm_scale: float
+    logits_soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    k_scale: Scale = 1.0
+    v_scale: Scale = 1.0
+    sinks_in_lse: bool = False
+
+
+def check_scoring(
+    geometry: Geometry,
+    device: torch.device,
+    sm_scale: float | None,
+    logits_soft_cap: float,
+    sinks: Tensor | None,
+    k_scale: Scale | None,
+    v_scale: Scale | None,
+    sinks_in_lse: bool,
+) -> Scoring:
+    """The options of a call with their defaults.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one of them does not fit the geometry.
+    """
+    if sm_scale is None:
+        if geometry.shared_kv:
+            raise ValueError("sm_scale must be given with shared_kv: the scale of MLA is not 1 / sqrt(head_dim)")
+        sm_scale = 1 / math.sqrt(geometry.head_dim)
+    if logits_soft_cap < 0:
+        raise ValueError(f"logits_soft_cap must be 0 (none) or positive, got {logits_soft_cap}")
+    if sinks is not None:
+        if sinks.shape != (geometry.num_qo_heads,):
+            raise ValueError(f"sinks: expected [query heads] = [{geometry.num_qo_heads}], got {list(sinks.shape)}")
+        if sinks.device != device:
+            raise ValueError(f"sinks is on {sinks.device}, the step is on {device}")
+        if not sinks.dtype.is_floating_point:
+            raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
+    elif sinks_in_lse:
+        raise ValueError("sinks_in_lse needs sinks")
+    if geometry.shared_kv and v_scale is not None:
+        raise ValueError("v_scale: with shared_kv V is a part of K, and k_scale holds for both")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if geometry.kv_dtype not in FP8_DTYPES:
+            raise ValueError(f"{name} is for an FP8 cache, the step was planned for {geometry.kv_dtype}")
+        if not isinstance(scale, Tensor):
+            continue
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} must be a float or a float32 tensor, got {scale.dtype}")
+        if scale.device != device:
+            raise ValueError(f"{name} is on {scale.device}, the step is on {device}")
+        if scale.numel() != 1 and scale.shape != (geometry.num_kv_heads,):
+            raise ValueError(
+                f"{name}: expected one number or [KV heads] = [{geometry.num_kv_heads}], got {list(scale.shape)}"
+            )
+    k_scale = 1.0 if k_scale is None else k_scale
+    v_scale = k_scale if geometry.shared_kv else 1.0 if v_scale is None else v_scale
+    return Scoring(float(sm_scale), float(logits_soft_cap), sinks, k_scale, v_scale, sinks_in_lse)
