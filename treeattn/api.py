@@ -146,6 +146,14 @@ def tree_attention(
     TypeError, ValueError
         If a dtype or shape disagrees with the step; nothing has been written then.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if out is None:
+            out = q.new_empty(q.shape)
+        torch.ops.treeattn.tree_attention(
+            q, k_cache, v_cache, step.handle, out, k_tree=k_tree, v_tree=v_tree, lse=lse, sm_scale=sm_scale,
+            zero_tail=zero_tail,
+        )  # fmt: skip
+        return out
     host = step.host
     key = (
         q.device, k_cache.device, v_cache.device, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(),
