@@ -146,7 +146,7 @@ def tree_attention(
     TypeError, ValueError
         If a dtype or shape disagrees with the step; nothing has been written then.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():  # false where the operator itself comes here, at run time (ops.py)
         if out is None:
             out = q.new_empty(q.shape)
         torch.ops.treeattn.tree_attention(
