@@ -150,9 +150,8 @@ def tree_attention(
         if out is None:
             out = q.new_empty(q.shape)
         torch.ops.treeattn.tree_attention(
-            q, k_cache, v_cache, step.handle, out, k_tree=k_tree, v_tree=v_tree, lse=lse, sm_scale=sm_scale,
-            zero_tail=zero_tail,
-        )  # fmt: skip
+            q, k_cache, v_cache, step.handle, out, k_tree, v_tree, lse, sm_scale, zero_tail
+        )
         return out
     host = step.host
     key = (

@@ -26,7 +26,9 @@ from .layout import TreeLayout
 from .plan import step_of
 from .verify import Accepted, Backend, accept, compact_kv_
 
-# torch.library.custom_op does the same and costs 36 µs a call; these cost 2.
+# torch.library.custom_op does the same and costs 36 µs a call; these cost 3 to 4, and 2 to 3
+# more where arguments are keyword-only. New arguments come last, with a default: Inductor's caches of compiled graphs
+# outlive a release and do not know the schema.
 _library: Any = torch.library.Library("treeattn", "DEF")  # type: ignore[no-untyped-call]
 _LAYOUT = "Tensor[] layout, {status} status, SymInt max_q_len, SymInt? q_len"
 
@@ -49,8 +51,22 @@ def _layout(*fields: Any) -> TreeLayout:
     return TreeLayout(*tensors, *rest)
 
 
-def _tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, step: int, out: Tensor, **options: Any) -> None:
-    tree_attention(q, k_cache, v_cache, step_of(step), out=out, **options)
+def _tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: int,
+    out: Tensor,
+    k_tree: Tensor | None = None,
+    v_tree: Tensor | None = None,
+    lse: Tensor | None = None,
+    sm_scale: float | None = None,
+    zero_tail: bool = False,
+) -> None:
+    tree_attention(
+        q, k_cache, v_cache, step_of(step), k_tree=k_tree, v_tree=v_tree, out=out, lse=lse, sm_scale=sm_scale,
+        zero_tail=zero_tail,
+    )  # fmt: skip
 
 
 def _accept(
@@ -63,7 +79,6 @@ def _accept(
     rows: Tensor,
     lens: Tensor,
     bonus: Tensor,
-    *,
     backend: Backend = None,
 ) -> None:
     whole = _layout(layout, status, max_q_len, q_len)
@@ -83,7 +98,6 @@ def _compact_kv_(
     q_len: int | None,
     rows: Tensor,
     lens: Tensor,
-    *,
     kv_layout: KVLayout = "NHD",
     backend: Backend = None,
 ) -> None:
@@ -94,18 +108,18 @@ def _compact_kv_(
 
 
 _define(
-    "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, SymInt step, Tensor(a!) out, *, Tensor? k_tree=None, "
+    "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, SymInt step, Tensor(a!) out, Tensor? k_tree=None, "
     "Tensor? v_tree=None, Tensor(b!)? lse=None, float? sm_scale=None, bool zero_tail=False)",
     _tree_attention,
 )
 _define(
     f"accept({_LAYOUT.format(status='Tensor')}, Tensor draft_tokens, Tensor target_tokens, Tensor(a!) rows, "
-    "Tensor(b!) lens, Tensor(c!) bonus, *, str? backend=None)",
+    "Tensor(b!) lens, Tensor(c!) bonus, str? backend=None)",
     _accept,
 )
 _define(
     "compact_kv_(Tensor(a!)[] caches, SymInt page_size, Tensor? kv_indptr, Tensor? kv_indices, Tensor? block_table, "
-    f"Tensor? tree_slots, {_LAYOUT.format(status='Tensor(b!)')}, Tensor rows, Tensor lens, *, str kv_layout='NHD', "
+    f"Tensor? tree_slots, {_LAYOUT.format(status='Tensor(b!)')}, Tensor rows, Tensor lens, str kv_layout='NHD', "
     "str? backend=None)",
     _compact_kv_,
 )

@@ -89,7 +89,7 @@ def accept(
     if torch.compiler.is_dynamo_compiling():
         if out is None:
             out = Accepted.allocate(layout.batch, layout.max_q_len, layout.device)
-        torch.ops.treeattn.accept(*layout.flatten(), draft_tokens, target_tokens, *out, backend=backend)
+        torch.ops.treeattn.accept(*layout.flatten(), draft_tokens, target_tokens, *out, backend)
         return out
     draft = _tokens(layout, draft_tokens, "draft_tokens")
     target = _tokens(layout, target_tokens, "target_tokens")
@@ -233,7 +233,7 @@ def compact_kv_(
     if torch.compiler.is_dynamo_compiling():
         torch.ops.treeattn.compact_kv_(
             many, kv.page_size, kv.kv_indptr, kv.kv_indices, kv.block_table, kv.tree_slots, *layout.flatten(), rows,
-            lens, kv_layout=kv_layout, backend=backend,
+            lens, kv_layout, backend,
         )  # fmt: skip
         return
     if kv_layout not in ("NHD", "HND"):
