@@ -35,6 +35,7 @@ ON_GPU = (
     "tests/test_founding_bug.py",
     "tests/test_layout.py",
     "tests/test_masks.py",
+    "tests/test_ops.py",
     "tests/test_verify.py",
 )
 

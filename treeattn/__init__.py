@@ -6,6 +6,7 @@ that share a geometry, :func:`tree_attention` runs a layer, :func:`accept` walks
 graphs. Importing this package imports neither Triton nor any framework.
 """
 
+from . import ops as ops  # registers what compiled graphs call
 from ._version import __version__
 from .api import tree_attention
 from .backends import available_backends

@@ -178,6 +178,17 @@ def tree_attention(
     TypeError, ValueError
         If a dtype or shape disagrees with the step; nothing has been written then.
     """
+    if torch.compiler.is_dynamo_compiling():  # false where the operator itself comes here, at run time (ops.py)
+        if out is None:
+            out = q.new_empty(q.shape[0], step.num_qo_heads, step.head_dim_v)
+        # a scale is a number or a tensor, and an operator's argument one of the two
+        scales = ((None, scale) if isinstance(scale, Tensor) else (scale, None) for scale in (k_scale, v_scale))
+        (k_number, k_scales), (v_number, v_scales) = scales
+        torch.ops.treeattn.tree_attention(
+            q, k_cache, v_cache, step.handle, out, k_tree, v_tree, lse, sm_scale, zero_tail, logits_soft_cap, sinks,
+            sinks_in_lse, k_number, v_number, k_scales, v_scales,
+        )  # fmt: skip
+        return out
     host = step.host
     key = (
         q.device, k_cache.device, q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype,

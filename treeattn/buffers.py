@@ -124,7 +124,11 @@ class StaticBuffers:
         ------
         ValueError
             If the step exceeds a capacity; names what was asked and what there is, and nothing has been written.
+        RuntimeError
+            Where ``torch.compile`` would capture it; ``torch.compiler.disable(buffers.update_)`` may be called there.
         """
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError("update_ writes what a compiled graph reads by its step: call it outside")
         if (parents is not None) + (mask is not None) + chain != 1:
             raise ValueError("give one of parents, mask (with form) or chain=True")
         batch, width, rows = self._check_capacity(prefix_lens, parents, qo_indptr, q_len)

@@ -108,6 +108,20 @@ class TreeLayout:
         """Where every tensor of the layout is."""
         return self.mask_words.device
 
+    def flatten(self) -> tuple[list[Tensor], Tensor, int, int | None]:
+        """The fields as operators take them: ``TreeLayout(*tensors, *rest)`` of this is the layout again.
+
+        Returns
+        -------
+        list of Tensor, Tensor, int, int or None
+            The tensors that a step only reads, `status`, which it may write, `max_q_len`, `q_len`.
+        """
+        tensors = [
+            self.qo_indptr, self.prefix_lens, self.num_nodes, self.mask_indptr, self.mask_words, self.parents,
+            self.depths, self.positions, self.row_request,
+        ]  # fmt: skip
+        return tensors, self.status, self.max_q_len, self.q_len
+
     @classmethod
     def allocate(
         cls,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -76,11 +78,33 @@ class CheckedCall:
     launches: dict[Any, Any] = field(default_factory=dict)
 
 
+_steps: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
+# Larger than any size: a graph compiled for dynamic shapes must not take a handle for an equal size, and 0 and 1 are
+# always compiled in.
+_handles = itertools.count(2**32)
+
+
+def step_of(handle: int) -> Step:
+    """The step of a :attr:`Step.handle`; ValueError if it is gone: the operators keep no step alive."""
+    step = _steps.get(handle)
+    if step is None:
+        raise ValueError(
+            f"no Step has the handle {handle}: it was made in another process, or the Step is gone; keep the Step (or "
+            "its StaticBuffers) alive as long as anything calls the operator"
+        )
+    return step
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step(Geometry):
     """What one verify step needs beside the layer's tensors: layout, KV addresses, plan. Made by :func:`plan`.
 
     Used by every layer of one group, on one stream at a time: the layers share the partials' memory.
+
+    Attributes
+    ----------
+    handle : int
+        Names this object to the operators of :mod:`treeattn.ops` for as long as it lives (:func:`step_of`).
     """
 
     layout: TreeLayout
@@ -92,6 +116,16 @@ class Step(Geometry):
     host: HostState | None = None
     checked: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
     launches: dict[str, Any] = field(default_factory=dict, repr=False)
+    handle: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", next(_handles))
+        _steps[self.handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a step of its own, with a handle of its own."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @cached_property
     def words32(self) -> Tensor:

@@ -86,6 +86,11 @@ def accept(
     Parents (-1, 0, 0, 1), draft tokens (9, 5, 7, 6); the target says 5 after the root, 6 after row 1, 8
     after row 3: rows (0, 1, 3), lens 3, bonus 8.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if out is None:
+            out = Accepted.allocate(layout.batch, layout.max_q_len, layout.device)
+        torch.ops.treeattn.accept(*layout.flatten(), draft_tokens, target_tokens, *out, backend)
+        return out
     draft = _tokens(layout, draft_tokens, "draft_tokens")
     target = _tokens(layout, target_tokens, "target_tokens")
     if out is None:
@@ -156,6 +161,8 @@ def global_rows(
     Tensor int64 [batch, n]
         `qo_indptr[b] + rows[b, i]`, -1 where there is none.
     """
+    if backend is None and torch.compiler.is_dynamo_compiling():
+        backend = "torch"  # elementwise: Inductor fuses it
     _check_rows(layout, rows, lens)
     if out is None:
         out = torch.empty(rows.shape, dtype=torch.int64, device=rows.device)
@@ -222,9 +229,15 @@ def compact_kv_(
     --------
     8 nodes at slots 100 to 107, accepted rows 0, 2, 3: slots 101 and 102 get what 102 and 103 held.
     """
+    many = [caches] if isinstance(caches, Tensor) else list(caches)
+    if torch.compiler.is_dynamo_compiling():
+        torch.ops.treeattn.compact_kv_(
+            many, kv.page_size, kv.kv_indptr, kv.kv_indices, kv.block_table, kv.tree_slots, kv.kv_start,
+            *layout.flatten(), rows, lens, kv_layout, backend,
+        )  # fmt: skip
+        return
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
-    many = [caches] if isinstance(caches, Tensor) else list(caches)
     _check_rows(layout, rows, lens)
     for k, cache in enumerate(many):
         name = f"caches[{k}]"
