@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .kv import cache_strides
 from .plan import CheckedCall, Step
+from .validate import cache_slots, validate_call
 
 
 def _check_rows(name: str, tensor: Tensor, step: Step, heads: int) -> None:
@@ -144,7 +145,9 @@ def tree_attention(
     Raises
     ------
     TypeError, ValueError
-        If a dtype or shape disagrees with the step; nothing has been written then.
+        If a dtype or shape disagrees with the step, or what validation found; nothing has been written then.
+    RuntimeError
+        If the step was planned with validation and the stream is being captured.
     """
     host = step.host
     key = (
@@ -158,7 +161,9 @@ def tree_attention(
     checked = step.checked.get(key)
     if checked is None:
         strides = _check_call(q, k_cache, v_cache, step, k_tree, v_tree, out, lse)
-        checked = step.checked[key] = CheckedCall(strides)
+        checked = step.checked[key] = CheckedCall(strides, cache_slots(k_cache, step.kv.page_size))
+    if step.validate:
+        validate_call(step, q.shape[0], k_cache, fresh=k_tree is not None)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if sm_scale is None:

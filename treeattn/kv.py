@@ -11,7 +11,7 @@ Not here: reading K and V (kernels), moving them (verify).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -68,6 +68,13 @@ def gather_cache(cache: Tensor, slots: Tensor, page_size: int, kv_layout: KVLayo
     return cache[page, offset] if kv_layout == "NHD" else cache[page, :, offset]
 
 
+@dataclass(eq=False)
+class HostWidth:
+    """Entries of a table's last axis that hold the present step's page ids; the host knows it from their shape."""
+
+    entries: int = 0
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PagedKV:
     """Addresses of a batch's K and V, borrowed from the caller.
@@ -100,6 +107,7 @@ class PagedKV:
     kv_indices: Tensor | None = None
     block_table: Tensor | None = None
     tree_slots: Tensor | None = None
+    _width: HostWidth = field(default_factory=HostWidth, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -121,6 +129,7 @@ class PagedKV:
                 raise ValueError(f"{name} is on {tensor.device}, the page ids are on {self.device}")
         if self.kv_indptr is not None and self.kv_indptr.shape[0] == 0:
             raise ValueError("kv_indptr must have batch + 1 entries, got 0")
+        self._width.entries = self.table.shape[-1]
 
     @property
     def batch(self) -> int:
@@ -138,6 +147,11 @@ class PagedKV:
         return table
 
     @property
+    def width(self) -> int:
+        """Page ids in use: of each row of `block_table`, or of `kv_indices`. Less than there is room after `copy_`."""
+        return self._width.entries
+
+    @property
     def device(self) -> torch.device:
         """Device of the page ids."""
         return self.table.device
@@ -145,11 +159,11 @@ class PagedKV:
     def pages_of(self, request: int) -> Tensor:
         """Page ids of a request (host read of ``kv_indptr`` in the CSR form); none where its range is not inside."""
         if self.block_table is not None:
-            return self.block_table[request]
+            return self.block_table[request, : self.width]
         if self.kv_indptr is None or self.kv_indices is None:
             raise ValueError("PagedKV holds no table")
         start, end = int(self.kv_indptr[request]), int(self.kv_indptr[request + 1])
-        if not 0 <= start <= end <= self.kv_indices.shape[0]:
+        if not 0 <= start <= end <= self.width:
             return self.kv_indices[:0]
         return self.kv_indices[start:end]
 
@@ -204,8 +218,9 @@ class PagedKV:
     def copy_(self, source: PagedKV) -> None:
         """Copy a step's addresses into this object's memory; nothing of the step before is left.
 
-        The tail of ``kv_indptr`` repeats its last entry, rows of a block table narrower than the room end in 0. Nothing
-        is copied where `source` has the same memory. No host read; capturable.
+        The tail of ``kv_indptr`` repeats its last entry, rows of a block table narrower than the room end in 0, and
+        :attr:`width` is that of `source`: a request that needs more is found by the plan, in place of reading page 0.
+        Nothing is copied where `source` has the same memory. No host read; capturable, the width with it.
 
         Raises
         ------
@@ -218,6 +233,7 @@ class PagedKV:
                 own[len(new) :].copy_(new[-1:].expand(len(own) - len(new)))
             if own is self.block_table:
                 own[: new.shape[0], new.shape[1] :].zero_()
+        self._width.entries = source.width
 
     def check_fits(self, source: PagedKV) -> list[tuple[Tensor, Tensor]]:
         """Raise ValueError unless :meth:`copy_` can take `source`; returns what is to be copied, (own, new)."""

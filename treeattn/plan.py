@@ -14,6 +14,7 @@ from . import backends
 from .config import KernelConfig, select_config
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout
+from .validate import validate_plan, validation_wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +68,14 @@ class CheckedCall:
     ----------
     cache_strides : tuple of int
         Page, slot and head stride of the K cache, then of the V cache, in elements.
+    token_slots : int
+        Size of the cache.
     launches : dict
         Prepared launches by what the shapes do not tell (alignment, sign of the scale, tail).
     """
 
     cache_strides: tuple[int, ...]
+    token_slots: int
     launches: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -95,6 +99,7 @@ class Step:
     num_programs: int = 0
     buffers: PlanBuffers | None = None
     host: HostState | None = None
+    validate: bool = False
     checked: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
     launches: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -169,6 +174,7 @@ def plan(
     fresh_tree: bool = False,
     backend: str = "auto",
     config: KernelConfig | None = None,
+    validate: bool | None = None,
 ) -> Step:
     """Prepare one verify step for the layers of a group.
 
@@ -191,6 +197,9 @@ def plan(
         "auto" is Triton on a CUDA device and torch on a CPU. A backend named here never falls back to another.
     config : KernelConfig, optional
         Tiles of the Triton kernels, :func:`treeattn.select_config` by default: for tuning.
+    validate : bool, optional
+        Read device data and check the addresses, now and in every call with this step, which also knows the size of the
+        cache. None: what TREEATTN_VALIDATE says.
 
     Returns
     -------
@@ -199,14 +208,18 @@ def plan(
     Raises
     ------
     ValueError
-        If the shapes known to the host disagree (the message names both numbers).
+        If the shapes known to the host disagree (the message names both numbers), or what validation found.
+    RuntimeError
+        If validation is on and the stream is being captured.
     NotImplementedError
         If the backend cannot do this geometry (the message names one that can).
     """
     step = prepare_step(
         layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype=dtype, kv_layout=kv_layout, fresh_tree=fresh_tree,
-        backend=backend, config=config,
+        backend=backend, config=config, validate=validation_wanted(validate),
     )  # fmt: skip
+    if step.validate:
+        validate_plan(step)
     update_plan_(step)
     return step
 
@@ -224,6 +237,7 @@ def prepare_step(
     backend: str,
     host: HostState | None = None,
     config: KernelConfig | None = None,
+    validate: bool = False,
 ) -> Step:
     """A checked step with its memory, its plan not yet made; arguments as in :func:`plan`."""
     check_geometry(num_qo_heads, num_kv_heads, head_dim, dtype)
@@ -245,7 +259,7 @@ def prepare_step(
         buffers = PlanBuffers.allocate(layout.batch, programs, config, head_dim, layout.device)
     return Step(
         layout, kv, num_qo_heads, num_kv_heads, head_dim, dtype, name, kv_layout, fresh_tree, config, programs, buffers,
-        host,
+        host, validate,
     )  # fmt: skip
 
 
