@@ -66,7 +66,7 @@ def test_a_narrower_table_leaves_no_page_of_the_step_before() -> None:
 
 
 def pages(form: str, count: int) -> PagedKV:
-    """Page 7 for 3 requests: `count` times for the last one, though CSR offsets claim 4, and at least once for others."""
+    """Page 7 for 3 requests: `count` times for the last one (CSR offsets claim 4), and at least once for others."""
     if form == "table":
         return PagedKV(page_size=4, block_table=torch.full((3, count), 7))
     return PagedKV(page_size=4, kv_indptr=torch.tensor([0, 1, 2, 6]), kv_indices=torch.full((2 + count,), 7))

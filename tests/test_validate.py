@@ -172,6 +172,8 @@ def test_a_page_id_outside_the_cache(device: torch.device, form: str) -> None:
     with refused("request 1: page id 12 of tokens 12 to 12, must be 0 or more and inside the cache of 12 pages of 4$"):
         attend(step)
     attend(step, pages=PAGES + 1)
+    fresh = torch.ones(8, 1, DIM, device=device)
+    attend(step, k_tree=fresh, v_tree=fresh)  # that page holds nodes only, and nobody reads it
 
 
 def test_of_a_cache_that_ends_in_a_page_the_rest_counts(device: torch.device) -> None:

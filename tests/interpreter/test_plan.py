@@ -134,6 +134,15 @@ def test_a_narrower_table_has_no_page_behind_it(device: torch.device) -> None:
                 buffers.check()
 
 
+def test_what_validation_told_of_a_plan_is_not_told_again(device: torch.device) -> None:
+    buffers = treeattn.StaticBuffers(1, 4, device=device, validate=True)
+    own = PagedKV.allocate(1, page_size=4, max_pages_per_request=4, device=device)
+    buffers.add_group(KV_HEADS, KV_HEADS, DIM, kv=own, dtype=torch.float32, backend="triton")
+    with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 17 .* prefix_len 13 \+ 4 nodes, in 4"):
+        buffers.update_(chain=True, q_len=4, prefix_lens=torch.tensor([13], device=device))
+    buffers.update_(chain=True, q_len=4, prefix_lens=torch.tensor([12], device=device))
+
+
 def test_more_work_than_the_line_can_count(device: torch.device) -> None:
     layout = TreeLayout.chain(torch.tensor([2**31 - 1], device=device), 4, validate=False)
     kv = PagedKV(page_size=2**30, block_table=torch.zeros(1, 2, dtype=torch.int32, device=device))
