@@ -252,10 +252,12 @@ def test_a_layout_that_was_found_wrong_is_not_planned(device: torch.device) -> N
 # Static buffers.
 
 
-def made(device: torch.device, validate: bool | None = True, form: str = "table") -> tuple[StaticBuffers, Step]:
+def made(
+    device: torch.device, validate: bool | None = True, form: str = "table", num_pages: int | None = None
+) -> tuple[StaticBuffers, Step]:
     buffers = StaticBuffers(3, ROWS, device=device, validate=validate)
     room: dict[str, int] = {"max_pages_per_request": 6} if form == "table" else {"max_pages": 18}
-    own = PagedKV.allocate(3, page_size=PAGE, device=device, **room)  # type: ignore[arg-type]
+    own = PagedKV.allocate(3, page_size=PAGE, num_pages=num_pages, device=device, **room)  # type: ignore[arg-type]
     return buffers, buffers.add_group(2, 1, DIM, kv=own, dtype=torch.float32)
 
 
@@ -273,11 +275,11 @@ def test_an_update_checks_the_addresses(device: torch.device, form: str) -> None
     buffers.update_(kv=addresses(device, form), **trees(device))
     bad = addresses(device, form)
     bad.pages_of(1)[3] = PAGES
-    buffers.update_(kv=bad, **trees(device))  # no cache has been seen yet
+    buffers.update_(kv=bad, **trees(device))  # the cache is not known yet
     with refused("request 1: page id 12 of tokens 12 to 12"):
         attend(group)
     with refused("request 1: page id 12 of tokens 12 to 12, .* inside the cache of 12 pages of 4"):
-        buffers.update_(kv=bad, **trees(device))
+        made(device, form=form, num_pages=PAGES)[0].update_(kv=bad, **trees(device))
     bad.pages_of(1)[1] = -3
     with refused("request 1: page id -3 of tokens 4 to 7"):
         buffers.update_(kv=bad, **trees(device))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .kv import cache_strides
 from .plan import CheckedCall, Step
-from .validate import cache_slots, validate_call
+from .validate import validate_call
 
 
 def _check_rows(name: str, tensor: Tensor, step: Step, heads: int) -> None:
@@ -161,7 +161,7 @@ def tree_attention(
     checked = step.checked.get(key)
     if checked is None:
         strides = _check_call(q, k_cache, v_cache, step, k_tree, v_tree, out, lse)
-        checked = step.checked[key] = CheckedCall(strides, cache_slots(k_cache, step.kv.page_size))
+        checked = step.checked[key] = CheckedCall(strides)
     if step.validate:
         validate_call(step, q.shape[0], k_cache, fresh=k_tree is not None)
     if out is None:

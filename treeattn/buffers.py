@@ -126,8 +126,8 @@ class StaticBuffers:
             framework's persistent tensors.
         validate : bool, optional
             Whether this update is validated, for buffers that otherwise are not (or are). Trees and masks are checked
-            before anything is written, the addresses once the step is whole: page ids against the cache that the groups
-            have been called with.
+            before anything is written, the addresses once the step is whole: ids against the ``num_pages`` of the
+            group's addresses, where given.
 
         Raises
         ------

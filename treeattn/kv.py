@@ -94,6 +94,8 @@ class PagedKV:
         hold anything.
     tree_slots : Tensor, optional
         ``[total_q]`` int32 or int64: the token slot of each row's K and V. Entries of padding rows may hold anything.
+    num_pages : int, optional
+        Pages of the cache, for validation where no cache is at hand (a step whose layers are replayed by a graph).
 
     Examples
     --------
@@ -107,6 +109,7 @@ class PagedKV:
     kv_indices: Tensor | None = None
     block_table: Tensor | None = None
     tree_slots: Tensor | None = None
+    num_pages: int | None = None
     _width: HostWidth = field(default_factory=HostWidth, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -188,6 +191,7 @@ class PagedKV:
         max_pages: int | None = None,
         max_pages_per_request: int | None = None,
         max_total_q: int | None = None,
+        num_pages: int | None = None,
         dtype: torch.dtype = torch.int32,
         device: torch.device | str = "cuda",
     ) -> PagedKV:
@@ -201,6 +205,8 @@ class PagedKV:
             Width of a block table instead.
         max_total_q : int, optional
             Room for `tree_slots` of this many rows.
+        num_pages : int, optional
+            Pages of the cache, for validation.
         """
         if (max_pages is None) == (max_pages_per_request is None):
             raise ValueError("give max_pages (CSR) or max_pages_per_request (block table)")
@@ -210,10 +216,12 @@ class PagedKV:
 
         slots = None if max_total_q is None else zeros(max_total_q)
         if max_pages is not None:
+            indptr, indices = zeros(max_batch + 1), zeros(max_pages)
             return cls(
-                page_size=page_size, kv_indptr=zeros(max_batch + 1), kv_indices=zeros(max_pages), tree_slots=slots
+                page_size=page_size, kv_indptr=indptr, kv_indices=indices, tree_slots=slots, num_pages=num_pages
             )
-        return cls(page_size=page_size, block_table=zeros(max_batch, max_pages_per_request or 0), tree_slots=slots)
+        table = zeros(max_batch, max_pages_per_request or 0)
+        return cls(page_size=page_size, block_table=table, tree_slots=slots, num_pages=num_pages)
 
     def copy_(self, source: PagedKV) -> None:
         """Copy a step's addresses into this object's memory; nothing of the step before is left.

@@ -68,14 +68,11 @@ class CheckedCall:
     ----------
     cache_strides : tuple of int
         Page, slot and head stride of the K cache, then of the V cache, in elements.
-    token_slots : int
-        Size of the cache.
     launches : dict
         Prepared launches by what the shapes do not tell (alignment, sign of the scale, tail).
     """
 
     cache_strides: tuple[int, ...]
-    token_slots: int
     launches: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -198,8 +195,8 @@ def plan(
     config : KernelConfig, optional
         Tiles of the Triton kernels, :func:`treeattn.select_config` by default: for tuning.
     validate : bool, optional
-        Read device data and check the addresses, now and in every call with this step, which also knows the size of the
-        cache. None: what TREEATTN_VALIDATE says.
+        Read device data and check the addresses, now (page ids where ``kv.num_pages`` is given) and in every call with
+        this step, against its cache. None: what TREEATTN_VALIDATE says.
 
     Returns
     -------

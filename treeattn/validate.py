@@ -203,14 +203,14 @@ def _flat_block(data: Tensor, kind: Kind, start: int, rows: int, columns: int) -
 
 
 def validate_plan(step: Step) -> None:
-    """Check the status word and the addresses of a step that is about to be planned, as far as no cache is needed."""
+    """Check the status word and the addresses of a step that is about to be planned, as far as it needs no cache."""
     refuse_in_capture(step.layout.device, "validation of a plan")
     step.layout.check()
     validate_addresses(step)
 
 
 def validate_update(layout: TreeLayout, groups: Sequence[Step], kv: PagedKV | None) -> None:
-    """Check what static buffers hold after an update, page ids against the largest cache that a group was called with.
+    """Check what static buffers hold after an update.
 
     What the plans put into the status word is part of this error, and is not told again by a later check().
     """
@@ -219,7 +219,7 @@ def validate_update(layout: TreeLayout, groups: Sequence[Step], kv: PagedKV | No
         if kv is not None and kv.tree_slots is not None and kv.tree_slots.shape[0] < rows:
             raise ValueError(f"kv has {kv.tree_slots.shape[0]} tree_slots, the step has {rows} query rows")
         for step in groups:
-            validate_addresses(step, max((call.token_slots for call in step.checked.values()), default=None))
+            validate_addresses(step)
     except ValueError:
         layout.status.zero_()
         raise
@@ -256,11 +256,13 @@ def validate_addresses(step: Step, token_slots: int | None = None, fresh: bool =
     ----------
     step : Step
     token_slots : int, optional
-        Size of the cache; without it ids are only held to be 0 or more.
+        Size of the cache, else that of ``kv.num_pages``; without both, ids are only held to be 0 or more.
     fresh : bool
         K and V of the nodes come with the call.
     """
     layout, kv = step.layout, step.kv
+    if token_slots is None and kv.num_pages is not None:
+        token_slots = kv.num_pages * kv.page_size
     batch = layout.batch if step.host is None else step.host.batch
     _validate_kv_indptr(kv, batch)
     rows, prefixes, nodes = layout.qo_indptr.tolist(), layout.prefix_lens.tolist(), layout.num_nodes.tolist()
