@@ -36,6 +36,7 @@ ON_GPU = (
     "tests/test_layout.py",
     "tests/test_masks.py",
     "tests/test_ops.py",
+    "tests/test_validate.py",
     "tests/test_verify.py",
 )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import treeattn
 from treeattn import PagedKV, StaticBuffers, select_config
 
 
@@ -62,6 +63,50 @@ def test_a_narrower_table_leaves_no_page_of_the_step_before() -> None:
     buffers.update_(kv=table(2, 1), **step(batch=2))
     assert own.block_table is not None
     assert own.block_table[:2].tolist() == [[50, 0, 0, 0], [51, 0, 0, 0]]
+
+
+def pages(form: str, count: int) -> PagedKV:
+    """Page 7 for 3 requests: `count` times for the last one (CSR offsets claim 4), and at least once for others."""
+    if form == "table":
+        return PagedKV(page_size=4, block_table=torch.full((3, count), 7))
+    return PagedKV(page_size=4, kv_indptr=torch.tensor([0, 1, 2, 6]), kv_indices=torch.full((2 + count,), 7))
+
+
+@pytest.mark.parametrize("form", ["table", "csr"])
+def test_room_that_the_steps_own_addresses_do_not_fill_is_no_page(form: str) -> None:
+    """A prefix beyond a narrower table must not read what fills the rest of the static one (page 0, or stale pages)."""
+    buffers = StaticBuffers(3, 8, device="cpu")
+    room: dict[str, int] = {"max_pages_per_request": 4} if form == "table" else {"max_pages": 12}
+    own = PagedKV.allocate(3, page_size=4, dtype=torch.int64, device="cpu", **room)  # type: ignore[arg-type]
+    group = buffers.add_group(2, 1, 16, kv=own, dtype=torch.float32, fresh_tree=True)
+    prefix_lens = torch.tensor([3, 3, 13])
+    parents = torch.tensor([[-1, 0, 0, 1]] * 3, dtype=torch.int32)
+    q, fresh = torch.ones(12, 2, 16), torch.ones(12, 1, 16)
+    cache = torch.full((8, 4, 1, 16), torch.nan)
+    cache[7] = 1
+    for count in (4, 2, 3, 4):
+        buffers.update_(parents=parents, prefix_lens=prefix_lens, kv=pages(form, count))
+        assert own.width == (count if form == "table" else 2 + count)
+        out = treeattn.tree_attention(q, cache, cache, group, k_tree=fresh, v_tree=fresh)
+        enough = count == 4
+        assert torch.allclose(out[:8], torch.ones(()))
+        assert torch.allclose(out[8:], torch.tensor(1.0 if enough else 0.0))
+        if enough:
+            buffers.check()
+        else:
+            has = 4 * count if form == "table" else 0  # its offsets are not inside
+            with pytest.raises(ValueError, match=f"request 2: needs 13 cache entries, .* has {has}"):
+                buffers.check()
+
+
+def test_addresses_borrowed_from_the_same_memory_have_their_own_width() -> None:
+    own = PagedKV.allocate(3, page_size=4, max_pages_per_request=4, device="cpu")
+    assert own.block_table is not None
+    own.copy_(PagedKV(page_size=4, block_table=own.block_table[:, :2]))
+    assert own.width == 2
+    wide = PagedKV.allocate(3, page_size=4, max_pages_per_request=6, device="cpu")
+    wide.copy_(own)
+    assert wide.width == 2
 
 
 @pytest.mark.parametrize(("batch", "q_len", "rows"), [(1, 1, None), (4, 17, None), (64, 65, 1000), (512, 257, None)])

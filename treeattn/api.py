@@ -8,6 +8,7 @@ from torch import Tensor
 from .kv import cache_strides
 from .plan import CheckedCall, Step
 from .scoring import Scale, Scoring, check_scoring
+from .validate import validate_call
 
 
 def _check_rows(name: str, tensor: Tensor, step: Step, heads: int, dim: int) -> None:
@@ -176,7 +177,9 @@ def tree_attention(
     Raises
     ------
     TypeError, ValueError
-        If a dtype or shape disagrees with the step; nothing has been written then.
+        If a dtype or shape disagrees with the step, or what validation found; nothing has been written then.
+    RuntimeError
+        If the step was planned with validation and the stream is being captured.
     """
     if torch.compiler.is_dynamo_compiling():  # false where the operator itself comes here, at run time (ops.py)
         if out is None:
@@ -203,6 +206,8 @@ def tree_attention(
         strides = _check_call(q, k_cache, v_cache, step, k_tree, v_tree, out, lse)
         checked = step.checked[key] = CheckedCall(strides)
     scoring = check_scoring(step, q.device, sm_scale, logits_soft_cap, sinks, k_scale, v_scale, sinks_in_lse)
+    if step.validate:
+        validate_call(step, q.shape[0], k_cache, fresh=k_tree is not None)
     if out is None:
         out = q.new_empty(q.shape[0], step.num_qo_heads, step.head_dim_v)
     if step.backend == "triton":

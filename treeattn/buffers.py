@@ -18,6 +18,7 @@ from .kv import KVLayout, PagedKV
 from .layout import TreeLayout, write_layout_
 from .layout_input import MaskForm
 from .plan import HostState, PlanBuffers, Step, prepare_step, update_plan_
+from .validate import refuse_in_capture, validate_update, validation_wanted
 
 
 def tensors_of(owner: Any) -> dict[str, Tensor]:
@@ -38,6 +39,9 @@ class StaticBuffers:
     max_total_q : int, optional
         Query rows of a batch at most, ``max_batch * max_q_len`` by default.
     device : torch.device or str
+    validate : bool, optional
+        Read device data and check it, in every update and every call of a group: not for capture. None: what
+        TREEATTN_VALIDATE says now.
 
     Examples
     --------
@@ -49,11 +53,18 @@ class StaticBuffers:
     """
 
     def __init__(
-        self, max_batch: int, max_q_len: int, max_total_q: int | None = None, *, device: torch.device | str = "cuda"
+        self,
+        max_batch: int,
+        max_q_len: int,
+        max_total_q: int | None = None,
+        *,
+        device: torch.device | str = "cuda",
+        validate: bool | None = None,
     ) -> None:
         self.layout = TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=torch.device(device))
         self.host = HostState()
         self.groups: list[Step] = []
+        self.validate = validation_wanted(validate)
 
     def add_group(
         self,
@@ -86,7 +97,7 @@ class StaticBuffers:
             num_qo_heads, num_kv_heads, head_dim, head_dim_v=head_dim_v, dtype=dtype, kv_dtype=kv_dtype,
             kv_layout=kv_layout, fresh_tree=fresh_tree, shared_kv=shared_kv, window_left=window_left, part=part,
         )  # fmt: skip
-        step = prepare_step(self.layout, kv, geometry, backend=backend, host=self.host)
+        step = prepare_step(self.layout, kv, geometry, backend=backend, host=self.host, validate=self.validate)
         update_plan_(step)
         self.groups.append(step)
         return step
@@ -105,6 +116,7 @@ class StaticBuffers:
         positions: Tensor | None = None,
         mask_indptr: Tensor | None = None,
         kv: PagedKV | None = None,
+        validate: bool | None = None,
     ) -> None:
         """Write a step: the layout, then the plan of every group.
 
@@ -119,16 +131,25 @@ class StaticBuffers:
         kv : PagedKV, optional
             Addresses to copy into the groups' own (:meth:`PagedKV.copy_`). Not needed where the groups borrow the
             framework's persistent tensors.
+        validate : bool, optional
+            Whether this update is validated, for buffers that otherwise are not (or are). Trees and masks are checked
+            before anything is written, the addresses once the step is whole: ids against the ``num_pages`` of the
+            group's addresses, where given.
 
         Raises
         ------
         ValueError
             If the step exceeds a capacity; names what was asked and what there is, and nothing has been written.
+            Or what validation found.
         RuntimeError
             Where ``torch.compile`` would capture it; ``torch.compiler.disable(buffers.update_)`` may be called there.
+            If validation is on and the stream is being captured.
         """
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError("update_ writes what a compiled graph reads by its step: call it outside")
+        validate = self.validate if validate is None else validate
+        if validate:
+            refuse_in_capture(self.layout.device, "validation of update_")
         if (parents is not None) + (mask is not None) + chain != 1:
             raise ValueError("give one of parents, mask (with form) or chain=True")
         batch, width, rows = self._check_capacity(prefix_lens, parents, qo_indptr, q_len)
@@ -144,7 +165,7 @@ class StaticBuffers:
         write_layout_(
             self.layout, parents=parents, mask=mask, form=form, prefix_lens=prefix_lens,
             num_nodes=num_nodes, qo_indptr=qo_indptr, q_len=width, positions=positions, mask_indptr=mask_indptr,
-            batch=batch,
+            batch=batch, validate=validate,
         )  # fmt: skip
         if kv is not None:
             for own in owned:
@@ -152,6 +173,8 @@ class StaticBuffers:
         self.host.batch, self.host.q_len, self.host.rows = batch, width, rows
         for group in self.groups:
             update_plan_(group)
+        if validate:
+            validate_update(self.layout, self.groups, kv)
 
     def _check_capacity(
         self, prefix_lens: Tensor, parents: Tensor | None, qo_indptr: Tensor | None, q_len: int | None

@@ -12,7 +12,7 @@ Not here: reading K and V (kernels), moving them (verify).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,6 +69,13 @@ def gather_cache(cache: Tensor, slots: Tensor, page_size: int, kv_layout: KVLayo
     return cache[page, offset] if kv_layout == "NHD" else cache[page, :, offset]
 
 
+@dataclass(eq=False)
+class HostWidth:
+    """Entries of a table's last axis that hold the present step's page ids; the host knows it from their shape."""
+
+    entries: int = 0
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PagedKV:
     """Addresses of a batch's K and V, borrowed from the caller.
@@ -91,6 +98,8 @@ class PagedKV:
     kv_start : Tensor, optional
         ``[batch]`` int32 or int64: the position of the first token that the pages hold, 0 by default. For a cache that
         keeps only a window: what lies before is gone, and no row sees it.
+    num_pages : int, optional
+        Pages of the cache, for validation where no cache is at hand (a step whose layers are replayed by a graph).
 
     Examples
     --------
@@ -105,6 +114,8 @@ class PagedKV:
     block_table: Tensor | None = None
     tree_slots: Tensor | None = None
     kv_start: Tensor | None = None
+    num_pages: int | None = None
+    _width: HostWidth = field(default_factory=HostWidth, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -130,6 +141,7 @@ class PagedKV:
         if self.kv_start is not None and self.kv_start.shape[0] < self.batch:
             entries = self.kv_start.shape[0]
             raise ValueError(f"kv_start has {entries} entries, the addresses cover {self.batch} requests")
+        self._width.entries = self.table.shape[-1]
 
     @property
     def batch(self) -> int:
@@ -147,6 +159,11 @@ class PagedKV:
         return table
 
     @property
+    def width(self) -> int:
+        """Page ids in use: of each row of `block_table`, or of `kv_indices`. Less than there is room after `copy_`."""
+        return self._width.entries
+
+    @property
     def device(self) -> torch.device:
         """Device of the page ids."""
         return self.table.device
@@ -154,11 +171,11 @@ class PagedKV:
     def pages_of(self, request: int) -> Tensor:
         """Page ids of a request (host read of ``kv_indptr`` in the CSR form); none where its range is not inside."""
         if self.block_table is not None:
-            return self.block_table[request]
+            return self.block_table[request, : self.width]
         if self.kv_indptr is None or self.kv_indices is None:
             raise ValueError("PagedKV holds no table")
         start, end = int(self.kv_indptr[request]), int(self.kv_indptr[request + 1])
-        if not 0 <= start <= end <= self.kv_indices.shape[0]:
+        if not 0 <= start <= end <= self.width:
             return self.kv_indices[:0]
         return self.kv_indices[start:end]
 
@@ -192,6 +209,7 @@ class PagedKV:
         max_pages_per_request: int | None = None,
         max_total_q: int | None = None,
         windowed: bool = False,
+        num_pages: int | None = None,
         dtype: torch.dtype = torch.int32,
         device: torch.device | str = "cuda",
     ) -> PagedKV:
@@ -207,6 +225,8 @@ class PagedKV:
             Room for `tree_slots` of this many rows.
         windowed : bool
             With a `kv_start`.
+        num_pages : int, optional
+            Pages of the cache, for validation.
         """
         if (max_pages is None) == (max_pages_per_request is None):
             raise ValueError("give max_pages (CSR) or max_pages_per_request (block table)")
@@ -219,14 +239,17 @@ class PagedKV:
             "kv_start": zeros(max_batch) if windowed else None,
         }
         if max_pages is not None:
-            return cls(page_size=page_size, kv_indptr=zeros(max_batch + 1), kv_indices=zeros(max_pages), **more)
-        return cls(page_size=page_size, block_table=zeros(max_batch, max_pages_per_request or 0), **more)
+            indptr, indices = zeros(max_batch + 1), zeros(max_pages)
+            return cls(page_size=page_size, kv_indptr=indptr, kv_indices=indices, num_pages=num_pages, **more)
+        table = zeros(max_batch, max_pages_per_request or 0)
+        return cls(page_size=page_size, block_table=table, num_pages=num_pages, **more)
 
     def copy_(self, source: PagedKV) -> None:
         """Copy a step's addresses into this object's memory; nothing of the step before is left.
 
-        The tail of ``kv_indptr`` repeats its last entry, rows of a block table narrower than the room end in 0. Nothing
-        is copied where `source` has the same memory. No host read; capturable.
+        The tail of ``kv_indptr`` repeats its last entry, rows of a block table narrower than the room end in 0, and
+        :attr:`width` is that of `source`: a request that needs more is found by the plan, in place of reading page 0.
+        Nothing is copied where `source` has the same memory. No host read; capturable, the width with it.
 
         Raises
         ------
@@ -239,6 +262,7 @@ class PagedKV:
                 own[len(new) :].copy_(new[-1:].expand(len(own) - len(new)))
             if own is self.block_table:
                 own[: new.shape[0], new.shape[1] :].zero_()
+        self._width.entries = source.width
 
     def check_fits(self, source: PagedKV) -> list[tuple[Tensor, Tensor]]:
         """Raise ValueError unless :meth:`copy_` can take `source`; returns what is to be copied, (own, new)."""

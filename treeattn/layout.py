@@ -29,18 +29,10 @@ import torch
 from torch import Tensor
 
 from treeattn import masks
-from treeattn.layout_input import (
-    Ints,
-    LayoutInput,
-    MaskForm,
-    check_input,
-    ints,
-    refuse_in_capture,
-    validate_input,
-    validation_wanted,
-)
+from treeattn.layout_input import Ints, LayoutInput, MaskForm, check_input, ints
 from treeattn.layout_torch import write_layout_torch_
 from treeattn.status import raise_status
+from treeattn.validate import refuse_in_capture, validate_input, validation_wanted
 
 
 @dataclass(frozen=True, eq=False)

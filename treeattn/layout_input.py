@@ -1,26 +1,19 @@
-"""What a layout is built from: host-side checks of the arguments, and the checks of `validate=True`.
+"""What a layout is built from: host-side checks of the arguments.
 
-Shapes, dtypes, devices and capacities are checked on every call and need no device value. `validate_input`
-reads device data and is only for whoever can afford that.
+Shapes, dtypes, devices and capacities are checked on every call and need no device value. What reads device data is in
+`validate`.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from treeattn.masks import MAX_PREFIX, full_indptr, packed_indptr, tree_indptr, unpack_bytes, unpack_words
-from treeattn.status import Status, status_error
-from treeattn.tree import validate_parents
-
-if TYPE_CHECKING:
-    from treeattn.layout import TreeLayout
+from treeattn.masks import full_indptr, packed_indptr, tree_indptr
 
 MaskForm = Literal["full", "tree", "packed", "words", "bias"]
 Kind = Literal["parents", "chain", "full", "tree", "packed", "words", "bias"]
@@ -71,20 +64,6 @@ class LayoutInput:
     positions: Tensor | None
     mask_indptr: Tensor | None
     exact: bool
-
-
-def validation_wanted(validate: bool | None) -> bool:
-    """Return `validate`, or what `TREEATTN_VALIDATE=1` in the environment says when it is None."""
-    return os.environ.get("TREEATTN_VALIDATE", "0") == "1" if validate is None else validate
-
-
-def refuse_in_capture(device: torch.device, what: str) -> None:
-    """Raise RuntimeError when a CUDA stream is being captured: `what` would have to read device data."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{what} reads device data, which a CUDA graph capture forbids; "
-            "capture with validate=False (and TREEATTN_VALIDATE unset), then call check() after a replay"
-        )
 
 
 def ints(value: Ints, name: str, device: torch.device) -> Tensor:
@@ -217,14 +196,14 @@ def _check_extras(source: LayoutInput) -> None:
         check_size(source, source.batch * source.q_len**2)
 
 
-def check_size(source: LayoutInput, canonical: int) -> None:
-    """Raise ValueError unless the mask has `canonical` elements (or, when not `exact`, at least those)."""
+def check_size(source: LayoutInput, canonical: int, hint: str = "") -> None:
+    """Raise ValueError, ending in `hint`, unless the mask has `canonical` elements (not `exact`: at least those)."""
     have = 0 if source.data is None else source.data.numel()
     if have == canonical or (have > canonical and not source.exact):
         return
     widths = f"{source.batch} requests of {source.q_len} rows" if source.q_len is not None else "the requests"
     unit = "bytes" if source.kind == "packed" else "elements"
-    raise ValueError(f"a mask of form {source.kind!r} for {widths} has {canonical} {unit}, got {have}")
+    raise ValueError(f"a mask of form {source.kind!r} for {widths} has {canonical} {unit}, got {have}{hint}")
 
 
 def canonical_indptr(source: LayoutInput, qo_indptr: Tensor) -> Tensor:
@@ -233,82 +212,3 @@ def canonical_indptr(source: LayoutInput, qo_indptr: Tensor) -> Tensor:
         return tree_indptr(qo_indptr)
     full = full_indptr(qo_indptr, source.prefix_lens[: source.batch])
     return packed_indptr(full) if source.kind == "packed" else full
-
-
-def validate_input(source: LayoutInput, layout: TreeLayout) -> None:
-    """Read device data and check it; errors name request, row and value (the contract's validation mode)."""
-    refuse_in_capture(layout.device, "validation")
-    qo = _validated_qo(source, layout)
-    widths = [b - a for a, b in itertools.pairwise(qo)]
-    for b, prefix in enumerate(source.prefix_lens[: source.batch].tolist()):
-        if not 0 <= prefix <= MAX_PREFIX:
-            raise status_error((Status.PREFIX_LEN, b, 0, prefix))
-    nodes: list[int] = widths if source.num_nodes is None else source.num_nodes[: source.batch].tolist()
-    if source.kind == "parents" and source.data is not None:
-        flat = source.data[: source.batch].reshape(-1).tolist() if source.data.dim() == 2 else source.data.tolist()
-        validate_parents([flat[a:b] for a, b in itertools.pairwise(qo)], nodes)
-    for b, (count, width) in enumerate(zip(nodes, widths, strict=True)):
-        if count > width or (count < 1 and width > 0):
-            raise ValueError(f"request {b}: num_nodes is {count}, must be 1 to its q_len {width}")
-    if source.kind in ("full", "tree", "packed", "bias"):
-        _validate_mask_sizes(source, torch.tensor(qo, device=layout.device))
-    if source.kind not in ("parents", "chain"):
-        _validate_bits(source, qo, nodes)
-    if source.positions is not None and source.positions.numel() < qo[-1]:
-        raise ValueError(f"positions have {source.positions.numel()} entries, the batch has {qo[-1]} rows")
-
-
-def _validated_qo(source: LayoutInput, layout: TreeLayout) -> list[int]:
-    if source.qo_indptr is None:
-        return [b * int(source.q_len or 0) for b in range(source.batch + 1)]
-    qo: list[int] = source.qo_indptr[: source.batch + 1].tolist()
-    limit = min(layout.total_q, source.rows)
-    for b in range(source.batch):
-        low, high = qo[b], qo[b + 1]
-        if (b == 0 and low != 0) or high < low or high > limit or high - low > layout.max_q_len:
-            raise status_error((Status.QO_INDPTR, b, low, high))
-    return qo
-
-
-def _validate_bits(source: LayoutInput, qo: list[int], nodes: list[int]) -> None:
-    """Refuse a real row that sees a node beyond num_nodes; where a mask alone tells the nodes there is none."""
-    if source.data is None or (source.num_nodes is None and source.kind not in ("tree", "words")):
-        return
-    starts = canonical_indptr(source, torch.tensor(qo, device=source.data.device)).tolist()
-    if source.mask_indptr is not None:
-        starts = source.mask_indptr.tolist()
-    for b, (first, count) in enumerate(zip(qo, nodes, strict=False)):
-        width = qo[b + 1] - first
-        if source.kind == "words":
-            bits = source.data.shape[1] * 64
-            if bits < count:
-                raise ValueError(f"request {b}: words have {bits} bits a row, num_nodes is {count}")
-            seen = unpack_words(source.data[first : first + count], bits)
-        else:
-            columns = width if source.kind == "tree" else width + int(source.prefix_lens[b])
-            seen = _flat_block(source.data, source.kind, starts[b], width, columns)[:count, columns - width :]
-        beyond = seen[:, count:].nonzero()
-        if beyond.numel():
-            row, node = beyond[0].tolist()
-            raise ValueError(f"request {b}, row {row}: sees node {count + node}, but num_nodes is {count}")
-
-
-def _flat_block(data: Tensor, kind: Kind, start: int, rows: int, columns: int) -> Tensor:
-    """Read a request's bool [rows, columns] from a flat mask."""
-    size = rows * columns
-    if kind == "packed":
-        return unpack_bytes(data[start : start + (size + 7) // 8], size).view(rows, columns)
-    flat = data[start : start + size]
-    return (flat == 0 if kind == "bias" else flat != 0).view(rows, columns)
-
-
-def _validate_mask_sizes(source: LayoutInput, qo_indptr: Tensor) -> None:
-    canonical = canonical_indptr(source, qo_indptr).tolist()
-    if source.mask_indptr is None:
-        check_size(source, canonical[-1])
-        return
-    for b, (got, want) in enumerate(zip(source.mask_indptr[: source.batch + 1].tolist(), canonical, strict=True)):
-        if got != want and b < source.batch:
-            raise status_error((Status.MASK_INDPTR, b, want, got))
-        if got != want:
-            raise ValueError(f"request {b - 1} ends at {got}, must be {want}")

@@ -17,6 +17,7 @@ from .config import KernelConfig, select_config
 from .geometry import Geometry, Part
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout
+from .validate import validate_plan, validation_wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +115,7 @@ class Step(Geometry):
     num_programs: int = 0
     buffers: PlanBuffers | None = None
     host: HostState | None = None
+    validate: bool = False
     checked: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
     launches: dict[str, Any] = field(default_factory=dict, repr=False)
     handle: int = field(init=False, repr=False)
@@ -187,6 +189,7 @@ def plan(
     part: Part = "all",
     backend: str = "auto",
     config: KernelConfig | None = None,
+    validate: bool | None = None,
 ) -> Step:
     """Prepare one verify step for the layers of a group.
 
@@ -221,6 +224,9 @@ def plan(
         "auto" is Triton on a CUDA device and torch on a CPU. A backend named here never falls back to another.
     config : KernelConfig, optional
         Tiles of the Triton kernels, :func:`treeattn.select_config` by default: for tuning.
+    validate : bool, optional
+        Read device data and check the addresses, now (page ids where ``kv.num_pages`` is given) and in every call with
+        this step, against its cache. None: what TREEATTN_VALIDATE says.
 
     Returns
     -------
@@ -229,7 +235,9 @@ def plan(
     Raises
     ------
     ValueError
-        If the shapes known to the host disagree (the message names both numbers).
+        If the shapes known to the host disagree (the message names both numbers), or what validation found.
+    RuntimeError
+        If validation is on and the stream is being captured.
     NotImplementedError
         If the backend cannot do this geometry (the message names one that can).
     """
@@ -237,7 +245,9 @@ def plan(
         num_qo_heads, num_kv_heads, head_dim, head_dim_v=head_dim_v, dtype=dtype, kv_dtype=kv_dtype,
         kv_layout=kv_layout, fresh_tree=fresh_tree, shared_kv=shared_kv, window_left=window_left, part=part,
     )  # fmt: skip
-    step = prepare_step(layout, kv, geometry, backend=backend, config=config)
+    step = prepare_step(layout, kv, geometry, backend=backend, config=config, validate=validation_wanted(validate))
+    if step.validate:
+        validate_plan(step)
     update_plan_(step)
     return step
 
@@ -250,6 +260,7 @@ def prepare_step(
     backend: str,
     host: HostState | None = None,
     config: KernelConfig | None = None,
+    validate: bool = False,
 ) -> Step:
     """A checked step with its memory, its plan not yet made; arguments as in :func:`plan`."""
     if kv.device != layout.device:
@@ -268,8 +279,9 @@ def prepare_step(
         buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device)
     shared = {entry.name: getattr(geometry, entry.name) for entry in fields(Geometry)}
     return Step(
-        **shared, layout=layout, kv=kv, backend=name, config=config, num_programs=programs, buffers=buffers, host=host
-    )
+        **shared, layout=layout, kv=kv, backend=name, config=config, num_programs=programs, buffers=buffers, host=host,
+        validate=validate,
+    )  # fmt: skip
 
 
 def update_plan_(step: Step) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import treeattn
 from treeattn import PagedKV, Step, TreeLayout
 from treeattn.kernels import plan as kernel
+from treeattn.kernels.launch import Launch
 
 EDGE = kernel.BLOCK_E.value
 KV_HEADS, DIM = 2, 16
@@ -109,3 +110,56 @@ def test_attention_over_lanes_is_right(nodes: list[int], device: torch.device) -
         outs.append((treeattn.tree_attention(q, k, v, one, out=out, lse=lse), lse))
     assert torch.allclose(outs[0][0], outs[1][0], atol=1e-5)
     assert torch.allclose(outs[0][1], outs[1][1], atol=1e-5)
+
+
+def test_a_narrower_table_has_no_page_behind_it(device: torch.device) -> None:
+    """The plan counts the pages that were copied, not those that there is room for."""
+    buffers = treeattn.StaticBuffers(2, 4, device=device)
+    own = PagedKV.allocate(2, page_size=4, max_pages_per_request=4, device=device)
+    group = buffers.add_group(KV_HEADS, KV_HEADS, DIM, kv=own, dtype=torch.float32, fresh_tree=True, backend="triton")
+    prefix_lens = torch.tensor([3, 9], device=device)
+    parents = torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32, device=device)
+    q = torch.ones(8, KV_HEADS, DIM, device=device)
+    cache = torch.ones(2, 4, KV_HEADS, DIM, device=device)
+    for count in (4, 2, 1, 3):
+        table = torch.ones(2, count, dtype=torch.int32, device=device)
+        buffers.update_(parents=parents, prefix_lens=prefix_lens, kv=PagedKV(page_size=4, block_table=table))
+        out = treeattn.tree_attention(q, cache, cache, group, k_tree=q, v_tree=q)
+        assert bool((out[:4] != 0).all())
+        assert bool((out[4:] != 0).all()) == (count > 2)
+        if count > 2:
+            buffers.check()
+        else:
+            with pytest.raises(ValueError, match=f"KV_CAPACITY: request 1: needs 9 cache entries, .* has {4 * count}"):
+                buffers.check()
+
+
+def test_what_validation_told_of_a_plan_is_not_told_again(device: torch.device) -> None:
+    buffers = treeattn.StaticBuffers(1, 4, device=device, validate=True)
+    own = PagedKV.allocate(1, page_size=4, max_pages_per_request=4, device=device)
+    buffers.add_group(KV_HEADS, KV_HEADS, DIM, kv=own, dtype=torch.float32, backend="triton")
+    with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 17 .* prefix_len 13 \+ 4 nodes, in 4"):
+        buffers.update_(chain=True, q_len=4, prefix_lens=torch.tensor([13], device=device))
+    buffers.update_(chain=True, q_len=4, prefix_lens=torch.tensor([12], device=device))
+
+
+def test_more_work_than_the_line_can_count(device: torch.device) -> None:
+    layout = TreeLayout.chain(torch.tensor([2**31 - 1], device=device), 4, validate=False)
+    kv = PagedKV(page_size=2**30, block_table=torch.zeros(1, 2, dtype=torch.int32, device=device))
+    heads = 512
+    step = treeattn.plan(layout, kv, heads, heads, DIM, dtype=torch.float32, backend="triton", fresh_tree=True)
+    with pytest.raises(ValueError, match=r"WORK: the batch's lengths add up to \d+ x 1024 tiles of work, .*"):
+        layout.check()
+    assert step.buffers is not None
+    assert step.buffers.nodes.tolist() == [0]
+
+
+def test_a_number_of_a_compiled_launch_is_replaced() -> None:
+    """What a launch keeps once it is compiled: the arguments behind the leading ones, in the kernel's order."""
+    launch = Launch.__new__(Launch)
+    launch.kernel = type("Kernel", (), {"arg_names": ["q_ptr", "batch", "max_pages", "num_programs"]})
+    launch.arguments, launch.rest = {"batch": 1, "max_pages": 2, "num_programs": 3}, (1, 2, 3)
+    launch.run = print  # anything: it is compiled
+    launch.replace("max_pages", 9)
+    assert launch.rest == (1, 9, 3)
+    assert launch.arguments == {"batch": 1, "max_pages": 9, "num_programs": 3}

@@ -71,6 +71,14 @@ class Launch:
             stream = torch._C._cuda_getCurrentRawStream(index)
             self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *leading, *self.rest)
 
+    def replace(self, name: str, value: int) -> None:
+        """Give a number another value from now on: one that the kernel is not specialised on, and no leading one."""
+        self.arguments[name] = value
+        if self.run is not None:
+            names = self.kernel.arg_names
+            at = names.index(name) - len(names) + len(self.rest)
+            self.rest = (*self.rest[:at], value, *self.rest[at + 1 :])
+
     def _first(self, leading: tuple[Any, ...]) -> None:
         names = self.kernel.arg_names
         compiled = self.kernel[self.grid](**dict(zip(names, leading, strict=False)), **self.arguments, **self.options)
@@ -86,6 +94,11 @@ def launch_plan(step: Step) -> None:
     launch = step.launches.get("plan")
     if launch is None:
         launch = step.launches["plan"] = plan_launch(step)
+    capturing = step.layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    # a graph keeps the number that it was captured with, while tables may be copied in outside of it
+    width = step.kv.table.shape[-1] if capturing else step.kv.width
+    if launch.arguments["max_pages"] != width:
+        launch.replace("max_pages", width)
     launch()
 
 
@@ -107,7 +120,7 @@ def plan_launch(step: Step) -> Launch:
         "nodes_ptr": buffers.nodes,
         "share_ptr": buffers.share,
         "batch": layout.batch,
-        "max_pages": kv.table.shape[-1],
+        "max_pages": kv.width,
         "num_programs": step.num_programs,
         "min_share": config.min_share,
         "KV_CAPACITY_CODE": int(Status.KV_CAPACITY),

@@ -146,7 +146,7 @@ class StaticRun:
         def stale(*shape: int) -> Tensor:
             return torch.full(shape, rng.choice((-1, 0, 2**29)), dtype=place.index_dtype, device=device)
 
-        tables: dict[str, Tensor] = {}
+        tables: dict[str, Any] = {}
         if place.table == "csr":
             tables["kv_indptr"] = torch.arange(max_batch + 1, dtype=place.index_dtype, device=device) * 10
             tables["kv_indices"] = stale(max(1, max_batch * table_width))
