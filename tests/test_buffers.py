@@ -121,5 +121,5 @@ def test_nbytes_follows_the_written_formula(batch: int, q_len: int, rows: int | 
         dtype, per_kv_head = group.get("dtype", torch.bfloat16), group["num_qo_heads"] // group["num_kv_heads"]
         config = select_config(90, dtype, per_kv_head, group["head_dim"], q_len)
         programs = 132 * config.programs_per_sm
-        expected += 8 * programs * config.block_m * (group["head_dim"] + 1) + 64 * programs + 8 * batch + 20
+        expected += 8 * programs * config.block_m * (group["head_dim"] + 1) + 64 * programs + 20 * batch + 20
     assert StaticBuffers.nbytes(batch, q_len, rows, groups=groups) == expected

@@ -125,3 +125,16 @@ def test_info_prints_every_chip(arch: int, capsys: pytest.CaptureFixture[str]) -
     assert shown["tile"]["block_d"] == 128
     assert main(["info", "--arch", str(arch)]) == 0
     assert f"sm_{arch}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arch", SHARED_PER_SM)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_latent_rows_fit_every_chip(arch: int, dtype: torch.dtype) -> None:
+    config = select_config(arch, dtype, 8, 576, 17, head_dim_v=512, shared_kv=True)
+    assert config.block_d == 512 + 64
+    needed = shared_bytes(arch, dtype, config.block_m, config.block_n, config.block_d, config.num_stages, tiles=1)
+    assert fits(arch, needed, config.programs_per_sm)
+
+
+def test_wider_of_k_and_v_counts() -> None:
+    assert select_config(90, torch.float16, 4, 64, 9, head_dim_v=128) == select_config(90, torch.float16, 4, 128, 9)

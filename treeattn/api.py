@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .kv import cache_strides
 from .plan import CheckedCall, Step
-from .scoring import Scale, Scoring, check_scoring
+from .scoring import Scale, Scoring, call_kind, check_scoring
 from .validate import validate_call
 
 
@@ -246,27 +246,20 @@ def _run_triton(
             if lse is not None:
                 lse.fill_(-torch.inf)
         return
-    if v_cache is None:
-        raise NotImplementedError("backend 'triton' has no shared_kv yet; backend='torch' can")
-    if scoring.logits_soft_cap or scoring.sinks is not None:
-        raise NotImplementedError("backend 'triton' has no soft cap and no sinks yet; backend='torch' can")
-    sm_scale = scoring.sm_scale
-    low_bits = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()
-    for extra in (k_tree, v_tree, lse):
-        if extra is not None:
-            low_bits |= extra.data_ptr()
-    aligned = low_bits % 16 == 0
-    alignment = aligned or _alignments(q, k_cache, v_cache, k_tree, v_tree, out, lse)
-    key = (alignment, sm_scale < 0, zero_tail)
+    tensors = (q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring.sinks)
+    low_bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            low_bits |= tensor.data_ptr()
+    key = (low_bits % 16 == 0 or _alignments(*tensors), zero_tail, call_kind(scoring))
     launch = checked.launches.get(key)
     if launch is None:
         from .kernels.launch import LayerLaunch
 
         launch = checked.launches[key] = LayerLaunch(
-            step, q, k_tree, v_tree, out, lse, cache_strides=checked.cache_strides, negate=sm_scale < 0,
-            zero_tail=zero_tail,
-        )  # fmt: skip
-    launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, sm_scale)
+            step, q, k_tree, v_tree, out, lse, scoring, cache_strides=checked.cache_strides, zero_tail=zero_tail
+        )
+    launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
 
 
 def _alignments(*tensors: Tensor | None) -> tuple[bool, ...]:

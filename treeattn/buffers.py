@@ -245,7 +245,7 @@ class StaticBuffers:
         -----
         With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
         bytes. A Triton group with P programs and row tiles of R takes
-        ``8 * P * R * (head_dim_v + 1) + 64 * P + 8 * max_batch + 20``: two float32 partials (out and lse) a program.
+        ``8 * P * R * (head_dim_v + 1) + 64 * P + 20 * max_batch + 20``: two float32 partials (out and lse) a program.
         """
         from .config import select_config
 
@@ -253,7 +253,10 @@ class StaticBuffers:
         owners: list[Any] = [TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=meta)]
         for options in groups or []:
             group = Geometry.of(**options)
-            config = select_config(arch, group.dtype, group.group, group.head_dim, max_q_len)
+            config = select_config(
+                arch, group.dtype, group.group, group.head_dim, max_q_len, head_dim_v=group.head_dim_v,
+                shared_kv=group.shared_kv, kv_dtype=group.kv_dtype,
+            )  # fmt: skip
             programs = num_sms * config.programs_per_sm
             owners.append(PlanBuffers.allocate(max_batch, programs, config, group.head_dim_v, meta))
         return sum(tensor.nbytes for owner in owners for tensor in tensors_of(owner).values())

@@ -38,7 +38,7 @@ class KernelConfig:
     block_n : int
         Keys of a KV tile, the unit in which the plan counts.
     block_d : int
-        Head dim, padded to a power of two.
+        Dims of K, padded to a power of two; those behind a shared V are padded apart.
     num_warps, num_stages : int
         Warps a program; depth of the software pipeline over KV tiles.
     programs_per_sm : int
@@ -81,19 +81,21 @@ def known_chip(arch: int) -> int:
     return max(older)
 
 
-def shared_bytes(chip: int, dtype: torch.dtype, rows: int, block_n: int, block_d: int, num_stages: int) -> int:
+def shared_bytes(
+    chip: int, dtype: torch.dtype, rows: int, block_n: int, block_d: int, num_stages: int, tiles: int = 2
+) -> int:
     """Shared memory that ``attention_kernel`` takes of a block, at most (compile tests see what it really takes).
 
     q, the pipeline's K and V tiles, and 1 KiB for barriers and padding. Where the matrix unit reads shared memory
     by itself (wgmma, tcgen05: 16-bit types and 64 rows or more on sm_90, 100 and 103), a tile is in use while
     ``num_stages - 1`` more arrive. mma.sync and the CUDA cores take a tile to registers first, so its buffer is free
-    again; there the weights also pass through shared memory, ``rows * block_n``.
+    again; there the weights also pass through shared memory, ``rows * block_n``. `tiles` is 1 where V is in K's tile.
     """
     item = dtype.itemsize
     in_place = chip in (90, 100, 103) and item == 2 and rows >= 64
     buffers = num_stages if in_place else max(num_stages - 1, 1)
     weights = 0 if in_place else rows * block_n
-    return (rows * block_d + buffers * 2 * block_n * block_d + weights) * item + KIB
+    return (rows * block_d + buffers * tiles * block_n * block_d + weights) * item + KIB
 
 
 def fits(chip: int, shared: int, programs: int = 1) -> bool:
@@ -108,6 +110,7 @@ def deepest_pipeline(
     block_d: int,
     programs: int,
     choices: Iterable[tuple[int, int]],
+    tiles: int = 2,
 ) -> tuple[int, int, int]:
     """``block_n, num_stages, programs_per_sm``: the first of `choices` that fits, with fewer programs if it must be.
 
@@ -119,12 +122,22 @@ def deepest_pipeline(
     choices = tuple(choices)
     for count in range(programs, 0, -1):
         for block_n, stages in choices:
-            if fits(chip, shared_bytes(chip, dtype, block_m, block_n, block_d, stages), count):
+            if fits(chip, shared_bytes(chip, dtype, block_m, block_n, block_d, stages, tiles), count):
                 return block_n, stages, count
     raise RuntimeError(f"no pipeline of {choices} fits {block_m} rows of {block_d} on sm_{chip}")
 
 
-def select_config(arch: int, dtype: torch.dtype, group: int, head_dim: int, max_q_len: int) -> KernelConfig:
+def select_config(
+    arch: int,
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    max_q_len: int,
+    *,
+    head_dim_v: int | None = None,
+    shared_kv: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> KernelConfig:
     """Kernel configuration of a geometry.
 
     Parameters
@@ -137,9 +150,15 @@ def select_config(arch: int, dtype: torch.dtype, group: int, head_dim: int, max_
     group : int
         Query heads of a KV head.
     head_dim : int
-        1 to 256.
+        Of q and K.
     max_q_len : int
         Declared maximum of query rows of a request.
+    head_dim_v : int, optional
+        Of V, `head_dim` by default.
+    shared_kv : bool
+        V is the first `head_dim_v` numbers of K.
+    kv_dtype : torch.dtype, optional
+        Of the caches, `dtype` by default.
 
     Raises
     ------
@@ -147,17 +166,23 @@ def select_config(arch: int, dtype: torch.dtype, group: int, head_dim: int, max_
         For chips older than compute capability 8.0.
     """
     rows = group * max_q_len
-    block_d = max(16, next_power_of_2(head_dim))
+    dim_v = head_dim if head_dim_v is None else head_dim_v
+    block_d = max(16, next_power_of_2(max(head_dim, dim_v)))
+    if shared_kv:
+        rest = head_dim - dim_v
+        block_d = max(16, next_power_of_2(dim_v)) + (max(16, next_power_of_2(rest)) if rest else 0)
     if arch == 0:
         return KernelConfig(16 if rows <= 40 else 32, 16, block_d, 4, 1, 1, 1, "interpreter: small tiles cost least")
     chip = known_chip(arch)
+    if shared_kv:
+        return _shared_kv(chip, dtype, block_d)
     if dtype == torch.float32:
         return _float32(chip, block_d)
     if rows <= 16:
         return _few_rows(chip, dtype, block_d)
     if chip == 90:
         return _hopper(block_d)
-    return _many_rows(chip, dtype, rows, block_d)
+    return _many_rows(chip, dtype, rows, block_d, fp8=kv_dtype not in (None, dtype))
 
 
 def _hopper(block_d: int) -> KernelConfig:
@@ -172,6 +197,16 @@ def _hopper(block_d: int) -> KernelConfig:
     return KernelConfig(64, 64, block_d, 4, 3, 2, 2, reason)
 
 
+def _shared_kv(chip: int, dtype: torch.dtype, block_d: int) -> KernelConfig:
+    """K and V in one latent row (MLA); chosen to fit and not to spill, not measured."""
+    if dtype == torch.float32:
+        return KernelConfig(16, 16, block_d, 8, 1, 1, 2, "true float32 products on the CUDA cores, latent rows")
+    # the accumulator of 64 rows of 512 is half of the registers; tcgen05 would hold V twice (344 KiB)
+    block_m, choices = (64, ((64, 2), (32, 2))) if chip == 90 else (32 if chip in (80, 100, 103) else 16, ((32, 2),))
+    block_n, stages, programs = deepest_pipeline(chip, dtype, block_m, block_d, 1, choices, tiles=1)
+    return KernelConfig(block_m, block_n, block_d, 8, stages, programs, 2, "latent rows read once for K and V")
+
+
 def _few_rows(chip: int, dtype: torch.dtype, block_d: int) -> KernelConfig:
     """Up to 16 rows: mma.sync on every chip, memory-bound, so as many bytes in flight as two programs can have."""
     # 32 keys at 256: K and V are 32 KiB a stage, as 64 keys at 128
@@ -181,10 +216,11 @@ def _few_rows(chip: int, dtype: torch.dtype, block_d: int) -> KernelConfig:
     return KernelConfig(16, block_n, block_d, 4, stages, programs, 2, reason, MOST_REGISTERS)
 
 
-def _many_rows(chip: int, dtype: torch.dtype, rows: int, block_d: int) -> KernelConfig:
+def _many_rows(chip: int, dtype: torch.dtype, rows: int, block_d: int, fp8: bool) -> KernelConfig:
     """More than 16 rows of a 16-bit type on chips other than sm_90; chosen to fit and not to spill, not measured."""
-    # 64 keys spill on sm_100 and 103 (80 bytes with 128 rows of 128) and do not fit twice on chips of 100 KiB
-    wide = () if chip in (100, 103) else ((64, 3), (64, 2))
+    # 64 keys spill on sm_100 and 103 (80 bytes with 128 rows of 128), and everywhere if they come as FP8 (1656 bytes),
+    # and do not fit twice on chips of 100 KiB
+    wide = () if chip in (100, 103) or fp8 else ((64, 3), (64, 2))
     choices = (*wide, (32, 4), (32, 3), (32, 2))
     if block_d > 128:
         # four warps spill with an accumulator of 64 rows (1216 bytes), eight with one of 128 (772)

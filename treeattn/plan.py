@@ -26,7 +26,7 @@ class PlanBuffers:
 
     work: Tensor
     item_start: Tensor
-    nodes: Tensor
+    spans: Tensor
     share: Tensor
     partial_out: Tensor
     partial_lse: Tensor
@@ -39,7 +39,7 @@ class PlanBuffers:
         return {
             "work": ((num_programs, 16), torch.int32),
             "item_start": ((batch + 1,), torch.int32),
-            "nodes": ((max(batch, 1),), torch.int32),
+            "spans": ((max(batch, 1), 4), torch.int32),
             "share": ((4,), torch.int32),
             "partial_out": ((2 * num_programs, block_m, head_dim), torch.float32),
             "partial_lse": ((2 * num_programs, block_m), torch.float32),
@@ -273,8 +273,9 @@ def prepare_step(
     programs, buffers = 0, None
     if name == "triton":
         config = config or select_config(
-            backends.arch(layout.device), geometry.dtype, geometry.group, geometry.head_dim, layout.max_q_len
-        )
+            backends.arch(layout.device), geometry.dtype, geometry.group, geometry.head_dim, layout.max_q_len,
+            head_dim_v=geometry.head_dim_v, shared_kv=geometry.shared_kv, kv_dtype=geometry.kv_dtype,
+        )  # fmt: skip
         programs = backends.num_programs(layout.device, config)
         buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device)
     shared = {entry.name: getattr(geometry, entry.name) for entry in fields(Geometry)}

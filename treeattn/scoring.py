@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,3 +90,18 @@ def check_scoring(
     k_scale = 1.0 if k_scale is None else k_scale
     v_scale = k_scale if geometry.shared_kv else 1.0 if v_scale is None else v_scale
     return Scoring(float(sm_scale), float(logits_soft_cap), sinks, k_scale, v_scale, sinks_in_lse)
+
+
+def scale_kind(scale: Scale) -> int:
+    """How a scale comes: 0 none, 1 a number, 2 one number on the device, 3 one a KV head."""
+    if isinstance(scale, Tensor):
+        return 2 if scale.numel() == 1 else 3
+    return 0 if scale == 1.0 else 1
+
+
+def call_kind(scoring: Scoring) -> tuple[Any, ...]:
+    """What of a call's options kernels have compiled in."""
+    return (
+        scoring.sm_scale < 0, scoring.logits_soft_cap > 0, None if scoring.sinks is None else scoring.sinks.dtype,
+        scoring.sinks_in_lse, scale_kind(scoring.k_scale), scale_kind(scoring.v_scale),
+    )  # fmt: skip

@@ -138,7 +138,7 @@ def test_what_validation_told_of_a_plan_is_not_told_again(device: torch.device) 
     buffers = treeattn.StaticBuffers(1, 4, device=device, validate=True)
     own = PagedKV.allocate(1, page_size=4, max_pages_per_request=4, device=device)
     buffers.add_group(KV_HEADS, KV_HEADS, DIM, kv=own, dtype=torch.float32, backend="triton")
-    with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 17 .* prefix_len 13 \+ 4 nodes, in 4"):
+    with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 17 .* 13 tokens of prefix \+ 4 nodes, in 4"):
         buffers.update_(chain=True, q_len=4, prefix_lens=torch.tensor([13], device=device))
     buffers.update_(chain=True, q_len=4, prefix_lens=torch.tensor([12], device=device))
 

@@ -14,8 +14,15 @@ import triton.language as tl
 
 from .plan import (
     BLOCK_E,
+    SPAN_FIELDS,
+    SPAN_FIRST,
+    SPAN_FULL,
+    SPAN_NODES,
+    SPAN_PREFIX,
     WORK_FIELDS,
+    WORK_FIRST,
     WORK_FIRST_ROW,
+    WORK_FULL,
     WORK_KV_HEAD,
     WORK_LANE,
     WORK_LEFT,
@@ -27,11 +34,17 @@ from .plan import (
     WORK_TILE,
     WORK_TILE_ROWS,
     WORK_ZERO,
+    kv_tiles,
 )
 from .tiles import (
+    add_sinks,
     attend,
     bit_or,
-    edge_addresses,
+    cache_scale,
+    cached_pages,
+    decode,
+    edge_load,
+    edge_place,
     head_base,
     load_rows,
     load_tile,
@@ -43,25 +56,31 @@ from .tiles import (
     tile_offsets,
     tile_pages,
     tree_words,
+    window_rows,
 )
 
 
 # what changes with the batch must not make another kernel of the same code
-@triton.jit(do_not_specialize=["total_q", "num_words", "stride_table_request"])
+@triton.jit(do_not_specialize=["total_q", "num_words", "stride_table_request", "window_left"])
 def attention_kernel(
     q_ptr,  # [total_q, num_qo_heads, head_dim]
-    k_ptr,  # paged cache, through stride_k_*
-    v_ptr,
+    k_ptr,  # paged cache, through stride_k_*; bytes if FP8
+    v_ptr,  # not read if SHARED_KV
     k_tree_ptr,  # [total_q, kv_heads, head_dim], read if FRESH
     v_tree_ptr,
-    out_ptr,  # [total_q, num_qo_heads, head_dim]
+    out_ptr,  # [total_q, num_qo_heads, head_dim_v]
     lse_ptr,  # float32 [total_q, num_qo_heads] through stride_lse_*, written if HAS_LSE
     sm_scale,  # times log2(e)
-    partial_out_ptr,  # float32 [2 * num_programs, BLOCK_M, head_dim]
+    soft_cap,  # read if CAPPED
+    sinks_ptr,  # [num_qo_heads], read if SINKS
+    k_scale,  # a number, or float32 [1] or [kv_heads]: see K_SCALE
+    v_scale,
+    partial_out_ptr,  # float32 [2 * num_programs, BLOCK_M, head_dim_v]
     partial_lse_ptr,  # float32 [2 * num_programs, BLOCK_M], base 2
     work_ptr,  # the plan
-    nodes_ptr,
-    prefix_lens_ptr,
+    spans_ptr,
+    prefix_lens_ptr,  # int32 [batch], read if WINDOW
+    positions_ptr,  # int64 [total_q], read if WINDOW
     qo_indptr_ptr,
     mask_words_ptr,  # mask words as int32 [total_q, num_words]
     kv_indptr_ptr,  # read if CSR
@@ -86,18 +105,31 @@ def attention_kernel(
     stride_out_head,
     stride_lse_row,
     stride_lse_head,
+    window_left,  # read if WINDOW
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CSR: tl.constexpr,
     TREE_SLOTS: tl.constexpr,
     FRESH: tl.constexpr,
+    SHARED_KV: tl.constexpr,  # V is the first HEAD_DIM_V dims of K
+    FP8: tl.constexpr,  # of the caches: 0 none, 1 e4m3, 2 e5m2
+    K_SCALE: tl.constexpr,  # what k_scale is: 0 none, 1 a number, 2 a pointer to one, 3 to one a KV head
+    V_SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PART: tl.constexpr,
+    RANGED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,  # 0 none, 1 in out, 2 in out and lse
     HAS_LSE: tl.constexpr,
     NEGATE: tl.constexpr,  # sm_scale is negative
     WIDE: tl.constexpr,  # offsets inside one request, or inside one page, may pass 2^31
     SAME_STRIDES: tl.constexpr,  # of the K and V caches
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # dims of K behind those of V, if SHARED_KV; else 0
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -106,6 +138,11 @@ def attention_kernel(
     if SAME_STRIDES:
         # one set of offsets serves both, in half the registers
         stride_v_page, stride_v_slot, stride_v_head = stride_k_page, stride_k_slot, stride_k_head
+    # the dims of K that are multiplied at once: all, or those that V shares
+    MAIN_DIMS: tl.constexpr = HEAD_DIM_V if SHARED_KV else HEAD_DIM
+    REST_DIMS: tl.constexpr = HEAD_DIM - MAIN_DIMS
+    SCALED: tl.constexpr = K_SCALE + V_SCALE > 0
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     program = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -117,6 +154,11 @@ def attention_kernel(
     left = tl.load(work + WORK_LEFT)
     nodes = tl.load(work + WORK_NODES)
     prefix = tl.load(work + WORK_PREFIX)
+    first = prefix * 0
+    full = prefix * 0
+    if RANGED:
+        first = tl.load(work + WORK_FIRST)
+        full = tl.load(work + WORK_FULL)
     first_row = tl.load(work + WORK_FIRST_ROW)
     row_tiles = tl.load(work + WORK_ROW_TILES)
     tile_rows = tl.load(work + WORK_TILE_ROWS)  # rows are dealt evenly, so that no tile is nearly empty
@@ -128,9 +170,8 @@ def attention_kernel(
     scale = tl.maximum(tl.abs(sm_scale), 1e-30)
 
     while left > 0:
-        full_tiles = prefix // BLOCK_N
-        tail_tiles = tl.cdiv(prefix % BLOCK_N, BLOCK_E)
-        item_tiles = full_tiles + tail_tiles + tl.cdiv(nodes, BLOCK_E)
+        full_tiles, front_tiles, tail_tiles, tree_tiles = kv_tiles(prefix, first, full, nodes, BLOCK_N, RANGED, PART)
+        item_tiles = full_tiles + front_tiles + tail_tiles + tree_tiles
         if nodes > 0:
             row0 = row_tile * tile_rows
             present = tl.minimum(nodes, total_q - first_row)
@@ -141,10 +182,13 @@ def attention_kernel(
             rows = row0 + m
             valid = rows < row_end
             q_base = head_base(q_ptr, first_row, kv_head, stride_q_row, stride_q_head, GROUP)
-            q = load_rows(q_base, row_offsets(rows, stride_q_row, stride_q_head, GROUP, WIDE), valid, NEGATE, HEAD_DIM,
-                          BLOCK_D)  # fmt: skip
+            q_off = row_offsets(rows, stride_q_row, stride_q_head, GROUP, WIDE)
+            q = load_rows(q_base, q_off, valid, NEGATE, MAIN_DIMS, BLOCK_D)
+            q_rest = q
+            if BLOCK_REST > 0:
+                q_rest = load_rows(q_base + MAIN_DIMS, q_off, valid, NEGATE, REST_DIMS, BLOCK_REST)
             words_base = mask_words_ptr + first_row.to(tl.int64) * num_words
-            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
 
@@ -154,60 +198,106 @@ def attention_kernel(
                 pages_ptr = table_ptr + request.to(tl.int64) * stride_table_request
             k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
             v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
+            k_factor = cache_scale(k_scale, kv_head, K_SCALE)
+            v_factor = cache_scale(v_scale, kv_head, V_SCALE)
 
             # page ids are fetched one tile ahead, in registers: were they loaded in the loop that uses them, Triton's
             # pipeline would wait for every copy in flight to get at them
+            begin_full = tile
             end_full = tl.minimum(last, full_tiles)
-            pages = tile_pages(pages_ptr, tile, end_full, n, PAGE_SIZE, BLOCK_N)
-            for t in tl.range(tile, end_full, num_stages=STAGES):
+            if RANGED:
+                begin_full += tl.cdiv(full, BLOCK_N)
+                end_full += tl.cdiv(full, BLOCK_N)
+            pages = tile_pages(pages_ptr, begin_full, end_full, n, PAGE_SIZE, BLOCK_N)
+            for t in tl.range(begin_full, end_full, num_stages=STAGES):
                 k_off = tile_offsets(pages, t, n, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 v_off = tile_offsets(pages, t, n, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 k_base = tile_base(k_head_ptr, pages, t, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 v_base = tile_base(v_head_ptr, pages, t, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 pages = tile_pages(pages_ptr, t + 1, end_full, n, PAGE_SIZE, BLOCK_N)
                 row0 += zero
-                k = load_tile(k_base, k_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
-                v = load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM, BLOCK_D, False)
-                acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, valid, scale, False)
+                k = decode(load_tile(k_base, k_off, n < BLOCK_N, MAIN_DIMS, BLOCK_D, False), dtype, FP8)
+                k_rest = k
+                if BLOCK_REST > 0:
+                    k_rest = load_tile(k_base + MAIN_DIMS, k_off, n < BLOCK_N, REST_DIMS, BLOCK_REST, False)
+                    k_rest = decode(k_rest, dtype, FP8)
+                if SHARED_KV:
+                    v = k
+                else:
+                    v = decode(load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM_V, BLOCK_V, False), dtype, FP8)
+                acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, valid, scale, k_factor,
+                                               v_factor, soft_cap, False, SCALED, CAPPED,
+                                               BLOCK_REST > 0)  # fmt: skip
 
             # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
             # the loop and held in (and spilled from) the registers that it needs
             rows = row0 + m
             valid = rows < row_end
+            if WINDOW:
+                prefix_len = tl.load(prefix_lens_ptr + request)
+                since = window_rows(positions_ptr, rows, valid, first_row, prefix, prefix_len, window_left, GROUP)
+            k_own_ptr = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
+            v_own_ptr = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
 
             for t in tl.range(tl.maximum(tile, full_tiles), last, num_stages=1):
-                in_prefix = t < full_tiles + tail_tiles
-                word = tl.maximum(t - full_tiles - tail_tiles, 0)
-                node = word * BLOCK_E + e
-                position = tl.where(in_prefix, full_tiles * BLOCK_N + (t - full_tiles) * BLOCK_E + e, prefix + node)
+                in_prefix, word, node, position, bound = edge_place(t - full_tiles, front_tiles, tail_tiles, prefix,
+                                                                    first, full, e, BLOCK_N, BLOCK_E,
+                                                                    RANGED)  # fmt: skip
                 words = tree_words(words_base, rows, valid, word, num_words, GROUP)
-                some = tl.reduce(words, 0, bit_or)
                 # a key that no row of the tile sees is not read: it may hold anything, and 0 * NaN is NaN
-                needed = tl.where(in_prefix, position < prefix, (node < present) & ((some >> e) & 1 != 0))
-                k_base, v_base, k_off, v_off = edge_addresses(
-                    k_head_ptr, v_head_ptr, k_tree_ptr, v_tree_ptr, pages_ptr, tree_slots_ptr, in_prefix, position,
-                    node, needed, prefix, first_row, kv_head, stride_k_page, stride_k_slot, stride_v_page,
-                    stride_v_slot, stride_k_tree_row, stride_k_tree_head, stride_v_tree_row, stride_v_tree_head,
-                    PAGE_SIZE, TREE_SLOTS, FRESH, WIDE,
-                )  # fmt: skip
-                k = load_tile(k_base, k_off, needed, HEAD_DIM, BLOCK_D, True)
-                v = load_tile(v_base, v_off, needed, HEAD_DIM, BLOCK_D, True)
-                sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
-                acc, row_max, row_sum = attend(q, k, v, acc, row_max, row_sum, sees, scale, True)
+                if WINDOW:
+                    inside = tl.where(in_prefix, position < bound, node < present)
+                    in_tree = inside & (position >= prefix)
+                    own = tl.load(positions_ptr + first_row + node, mask=in_tree, other=0) - prefix_len
+                    at = tl.where(in_prefix, position, prefix + own.to(tl.int32))
+                    sees = ((words[:, None] >> e[None, :]) & 1 != 0) | (in_prefix & valid)[:, None]
+                    sees = sees & inside[None, :] & (at[None, :] >= since[:, None])
+                    needed = tl.max(sees.to(tl.int32), 0) > 0
+                else:
+                    some = tl.reduce(words, 0, bit_or)
+                    needed = tl.where(in_prefix, position < bound, (node < present) & ((some >> e) & 1 != 0))
+                    sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
+                page, within = cached_pages(pages_ptr, tree_slots_ptr, in_prefix, position, node, needed, prefix,
+                                            first_row, PAGE_SIZE, TREE_SLOTS, FRESH)  # fmt: skip
+                k = edge_load(k_head_ptr, k_own_ptr, page, within, in_prefix, position, node, needed, prefix, first_row,
+                              stride_k_page, stride_k_slot, stride_k_tree_row, 0, dtype, FRESH, FP8, WIDE, MAIN_DIMS,
+                              BLOCK_D)  # fmt: skip
+                k_rest = k
+                if BLOCK_REST > 0:
+                    k_rest = edge_load(k_head_ptr, k_own_ptr, page, within, in_prefix, position, node, needed, prefix,
+                                       first_row, stride_k_page, stride_k_slot, stride_k_tree_row, MAIN_DIMS, dtype,
+                                       FRESH, FP8, WIDE, REST_DIMS, BLOCK_REST)  # fmt: skip
+                if SHARED_KV:
+                    v = k
+                else:
+                    v = edge_load(v_head_ptr, v_own_ptr, page, within, in_prefix, position, node, needed, prefix,
+                                  first_row, stride_v_page, stride_v_slot, stride_v_tree_row, 0, dtype, FRESH, FP8,
+                                  WIDE, HEAD_DIM_V, BLOCK_V)  # fmt: skip
+                k_by, v_by = k_factor, v_factor
+                if FRESH and SCALED:
+                    k_by = tl.where(in_prefix, k_factor, 1.0)
+                    v_by = tl.where(in_prefix, v_factor, 1.0)
+                acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, scale, k_by, v_by,
+                                               soft_cap, True, SCALED, CAPPED, BLOCK_REST > 0)  # fmt: skip
 
             # the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a program has one of each
             whole = (tile == 0) & (last == item_tiles)
             slot = 2 * program + (tile == 0).to(tl.int32)
             out_base = head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP)
             lse_base = head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP)
-            part_base = partial_out_ptr + slot.to(tl.int64) * (BLOCK_M * HEAD_DIM)
+            part_base = partial_out_ptr + slot.to(tl.int64) * (BLOCK_M * HEAD_DIM_V)
             part_lse_base = partial_lse_ptr + slot.to(tl.int64) * BLOCK_M
-            acc, lse2 = normalise(acc, row_max * scale, row_sum)
-            if whole:
-                store_out(out_base, lse_base, acc, lse2, rows, valid, stride_out_row, stride_out_head, stride_lse_row,
-                          stride_lse_head, GROUP, HEAD_DIM, BLOCK_D, HAS_LSE, WIDE)  # fmt: skip
+            if CAPPED:
+                acc, lse2 = normalise(acc, row_max, row_sum)
             else:
-                store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM, BLOCK_D)
+                acc, lse2 = normalise(acc, row_max * scale, row_sum)
+            if whole:
+                if SINKS != 0:
+                    acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)
+                store_out(out_base, lse_base, acc, lse2, rows, valid, stride_out_row, stride_out_head, stride_lse_row,
+                          stride_lse_head, GROUP, HEAD_DIM_V, BLOCK_V, HAS_LSE, WIDE)  # fmt: skip
+            else:
+                store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM_V, BLOCK_V)
             left -= last - tile
             tile = 0
             row_tile += 1
@@ -218,8 +308,12 @@ def attention_kernel(
             kv_head = 0
             if left > 0:
                 request += 1
-                nodes = tl.load(nodes_ptr + request)
-                prefix = tl.load(prefix_lens_ptr + request)
+                span = spans_ptr + request * SPAN_FIELDS
+                nodes = tl.load(span + SPAN_NODES)
+                prefix = tl.load(span + SPAN_PREFIX)
+                if RANGED:
+                    first = tl.load(span + SPAN_FIRST)
+                    full = tl.load(span + SPAN_FULL)
                 first_row = tl.load(qo_indptr_ptr + request)
                 row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, BLOCK_M), 1)
                 tile_rows = tl.cdiv(nodes * GROUP, row_tiles)

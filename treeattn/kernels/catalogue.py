@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ..config import KernelConfig, select_config
+from ..geometry import Part
 from ..kv import PagedKV, cache_strides
 from ..layout import TreeLayout
 from ..plan import PlanBuffers, Step
-from .launch import Launch, LayerLaunch, plan_launch
+from ..scoring import Scoring
+from .launch import Launch, LayerLaunch, finish_leading, plan_launch
 
 META = torch.device("meta")
 SMS = 132
@@ -44,7 +46,8 @@ class Call:
     """What the kernels compile in of a step and a layer call, beside their configuration.
 
     ``unused`` is how far ``head_dim`` is below ``block_d``; ``tree_kv`` where the nodes' K and V are; ``wide`` asks for
-    offsets inside a request that pass 2^31; ``alike`` are K and V caches of the same strides.
+    offsets inside a request that pass 2^31; ``alike`` are K and V caches of the same strides. The last ones are options
+    of attention, ``scaled`` for scales on the device.
     """
 
     page_size: int = 1
@@ -58,6 +61,14 @@ class Call:
     group: int = 4
     batch: int = 64
     q_len: int = 65
+    head_dim_v: int | None = None
+    shared_kv: bool = False
+    kv_dtype: torch.dtype | None = None
+    window_left: int = -1
+    part: Part = "all"
+    cap: float = 0.0
+    sinks: bool = False
+    scaled: bool = False
 
 
 SCATTERED = Call()
@@ -65,6 +76,20 @@ SCATTERED = Call()
 
 PAGED = Call(page_size=64, csr=False, tree_kv="fresh", negate=False, unused=0)
 """A page holds a tile; the nodes' K and V come with the call."""
+
+
+OPTION_CALLS = (
+    ("gpt-oss", 64, dataclasses.replace(PAGED, group=8, q_len=17, window_left=128, sinks=True)),
+    ("gemma", 256, dataclasses.replace(PAGED, group=2, q_len=17, window_left=1024, cap=50.0, tree_kv="table")),
+    ("fp8", 128, dataclasses.replace(PAGED, kv_dtype=torch.float8_e4m3fn, scaled=True, q_len=17)),
+    ("fp8-slots", 128, dataclasses.replace(SCATTERED, kv_dtype=torch.float8_e5m2, scaled=True, q_len=17)),
+    ("unlike-dims", 192, dataclasses.replace(PAGED, head_dim_v=128, q_len=17)),
+    ("tree-part", 128, dataclasses.replace(PAGED, part="tree", q_len=17)),
+    ("mla", 576, dataclasses.replace(PAGED, head_dim_v=512, shared_kv=True, group=8, q_len=17)),
+    ("mla-fp8", 576, dataclasses.replace(SCATTERED, head_dim_v=512, shared_kv=True, group=16, q_len=17,
+                                         kv_dtype=torch.float8_e4m3fn, scaled=True)),
+)  # fmt: skip
+"""Name, head_dim and options of what models have: a window with sinks, a soft cap, FP8, MLA."""
 
 
 def compile_cases(arch: int) -> Iterator[Case]:
@@ -82,6 +107,16 @@ def compile_cases(arch: int) -> Iterator[Case]:
     }.items():
         yield attention_case(arch, common, torch.bfloat16, call, name)
     yield attention_case(arch, common, torch.float16, PAGED, "float16")
+    for name, dim, call in OPTION_CALLS:
+        config = select_config(
+            arch, torch.bfloat16, call.group, dim, call.q_len, head_dim_v=call.head_dim_v, shared_kv=call.shared_kv,
+            kv_dtype=call.kv_dtype,
+        )  # fmt: skip
+        call = dataclasses.replace(call, unused=config.block_d - dim)
+        yield attention_case(arch, config, torch.bfloat16, call, name)
+        launch, leading = _layer(arch, config, torch.bfloat16, call)
+        yield _case(f"finish-{name}", launch.finish, finish_leading(leading))
+        yield _case(f"plan-{name}", plan_launch(_step(config, torch.bfloat16, call)), ())
     for name, batch, csr in (("plan-csr-64", 64, True), ("plan-table-4096", 4096, False)):
         call = dataclasses.replace(PAGED, batch=batch, q_len=17, csr=csr)
         yield _case(name, plan_launch(_step(common, torch.bfloat16, call)), ())
@@ -92,7 +127,7 @@ def compile_cases(arch: int) -> Iterator[Case]:
     ):
         config = select_config(arch, dtype, 4, dim, q_len)
         launch, leading = _layer(arch, config, dtype, dataclasses.replace(SCATTERED, batch=batch, q_len=q_len))
-        yield _case(name, launch.finish, leading[5:7])
+        yield _case(name, launch.finish, finish_leading(leading))
 
 
 def configurations(arch: int, dtype: torch.dtype) -> list[KernelConfig]:
@@ -130,30 +165,38 @@ def _step(config: KernelConfig, dtype: torch.dtype, call: Call) -> Step:
         addresses = {"block_table": _empty(call.batch, 1024)}
     kv = PagedKV(page_size=call.page_size, tree_slots=slots, **addresses)
     head_dim = max(config.block_d - call.unused, 16)
+    dim_v = call.head_dim_v or head_dim
     programs = SMS * config.programs_per_sm
-    buffers = PlanBuffers.allocate(call.batch, programs, config, head_dim, META)
-    geometry = {"num_qo_heads": KV_HEADS * call.group, "num_kv_heads": KV_HEADS, "head_dim": head_dim}
+    buffers = PlanBuffers.allocate(call.batch, programs, config, dim_v, META)
+    heads = 1 if call.shared_kv else KV_HEADS
     return Step(
-        **geometry, head_dim_v=head_dim, dtype=dtype, kv_dtype=dtype, fresh_tree=call.tree_kv == "fresh", layout=layout,
-        kv=kv, backend="triton", config=config, num_programs=programs, buffers=buffers,
+        num_qo_heads=heads * call.group, num_kv_heads=heads, head_dim=head_dim, head_dim_v=dim_v, dtype=dtype,
+        kv_dtype=call.kv_dtype or dtype, fresh_tree=call.tree_kv == "fresh", shared_kv=call.shared_kv,
+        window_left=call.window_left, part=call.part, layout=layout, kv=kv, backend="triton", config=config,
+        num_programs=programs, buffers=buffers,
     )  # fmt: skip
 
 
 def _layer(arch: int, config: KernelConfig, dtype: torch.dtype, call: Call) -> tuple[LayerLaunch, tuple[Any, ...]]:
     """The launches of a layer call, and the leading arguments of its attention kernel."""
     step = _step(config, dtype, call)
-    rows, dim, heads = step.layout.total_q, step.head_dim, step.num_qo_heads
+    rows, dim, dim_v, heads = step.layout.total_q, step.head_dim, step.head_dim_v, step.num_qo_heads
     # a row of q that is a slice of something huge
     held = 2**31 // (call.q_len * dim) + 1 if call.wide else heads
-    q, out = (_empty(rows, held, dim, dtype=dtype)[:, :heads] for _ in range(2))
+    q, out = (_empty(rows, held, d, dtype=dtype)[:, :heads] for d in (dim, dim_v))
     fresh = call.tree_kv == "fresh"
-    k_tree, v_tree = (_empty(rows, KV_HEADS, dim, dtype=dtype) if fresh else None for _ in range(2))
-    cache = _empty(64, call.page_size, KV_HEADS, dim, dtype=dtype)
-    strides = cache_strides(cache, call.page_size, "NHD", "k_cache")
-    of_v = strides if call.alike else tuple(2 * stride for stride in strides)
+    k_tree, v_tree = (_empty(rows, step.num_kv_heads, d, dtype=dtype) if fresh else None for d in (dim, dim_v))
+    k_cache, v_cache = (_empty(64, call.page_size, step.num_kv_heads, d, dtype=step.kv_dtype) for d in (dim, dim_v))
+    strides = cache_strides(k_cache, call.page_size, "NHD", "k_cache")
+    of_v = strides if call.shared_kv else cache_strides(v_cache, call.page_size, "NHD", "v_cache")
+    of_v = of_v if call.alike else tuple(2 * stride for stride in of_v)
     lse = _empty(rows, heads, dtype=torch.float32) if call.lse else None
+    scale = _empty(step.num_kv_heads, dtype=torch.float32) if call.scaled else 1.0
+    sinks = _empty(heads, dtype=torch.float32) if call.sinks else None
+    scoring = Scoring(-1.0 if call.negate else 1.0, call.cap, sinks, scale, scale)
+    if call.shared_kv:
+        v_cache, v_tree = None, None
     launch = LayerLaunch(
-        step, q, k_tree, v_tree, out, lse, cache_strides=(*strides, *of_v), negate=call.negate, zero_tail=True,
-        arch=arch,
-    )  # fmt: skip
-    return launch, launch.leading(q, cache, cache, k_tree, v_tree, out, lse, 1.0)
+        step, q, k_tree, v_tree, out, lse, scoring, cache_strides=(*strides, *of_v), zero_tail=True, arch=arch
+    )
+    return launch, launch.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)

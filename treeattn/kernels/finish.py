@@ -8,9 +8,15 @@ import triton
 import triton.language as tl
 
 from .plan import (
-    BLOCK_E,
+    SPAN_FIELDS,
+    SPAN_FIRST,
+    SPAN_FULL,
+    SPAN_NODES,
+    SPAN_PREFIX,
     WORK_FIELDS,
+    WORK_FIRST,
     WORK_FIRST_ROW,
+    WORK_FULL,
     WORK_KV_HEAD,
     WORK_LEFT,
     WORK_NODES,
@@ -18,8 +24,9 @@ from .plan import (
     WORK_ROW_TILE,
     WORK_ROW_TILES,
     WORK_TILE,
+    kv_tiles,
 )
-from .tiles import head_base, normalise, store_out
+from .tiles import add_sinks, head_base, normalise, store_out
 
 
 @triton.jit
@@ -70,15 +77,15 @@ def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, BLO
 
 @triton.jit(do_not_specialize=["total_q", "num_qo_heads", "num_merges", "items_a_request", "chunks"])
 def finish_kernel(
-    out_ptr,  # [total_q, num_qo_heads, head_dim]
+    out_ptr,  # [total_q, num_qo_heads, head_dim_v]
     lse_ptr,  # float32 [total_q, num_qo_heads] through stride_lse_*, written if HAS_LSE
-    partial_out_ptr,  # float32 [2 * num_programs, BLOCK_M, head_dim]
+    sinks_ptr,  # [num_qo_heads], read if SINKS
+    partial_out_ptr,  # float32 [2 * num_programs, BLOCK_M, head_dim_v]
     partial_lse_ptr,  # float32 [2 * num_programs, BLOCK_M], base 2
     work_ptr,  # the plan
     item_start_ptr,
-    nodes_ptr,
+    spans_ptr,
     share_ptr,
-    prefix_lens_ptr,
     qo_indptr_ptr,
     row_request_ptr,  # int32 [total_q]
     total_q,
@@ -92,11 +99,14 @@ def finish_kernel(
     stride_lse_head,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PART: tl.constexpr,
+    RANGED: tl.constexpr,
+    SINKS: tl.constexpr,  # 0 none, 1 in out, 2 in out and lse
     ZERO_TAIL: tl.constexpr,  # rows past qo_indptr[batch] are padding too
     BY_ITEM: tl.constexpr,  # a merge per item; else one per boundary between two programs of the plan
     HAS_LSE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
@@ -113,12 +123,12 @@ def finish_kernel(
         owner = tl.load(row_request_ptr + row, mask=row < total_q, other=-1)
         owned = owner >= 0
         node = row - tl.load(qo_indptr_ptr + owner, mask=owned, other=0)
-        padding = owned & (node >= tl.load(nodes_ptr + owner, mask=owned, other=0))
+        padding = owned & (node >= tl.load(spans_ptr + owner * SPAN_FIELDS + SPAN_NODES, mask=owned, other=0))
         if ZERO_TAIL:
             padding = padding | ((row < total_q) & (owner < 0))
         if tl.max(padding.to(tl.int32), 0) > 0:
             zero_rows(out_ptr, lse_ptr, row, padding, num_qo_heads, stride_out_row, stride_out_head, stride_lse_row,
-                      stride_lse_head, HEAD_DIM, BLOCK_D, HAS_LSE)  # fmt: skip
+                      stride_lse_head, HEAD_DIM_V, BLOCK_V, HAS_LSE)  # fmt: skip
         return
 
     index = program // chunks
@@ -130,8 +140,11 @@ def finish_kernel(
         request = index // items_a_request
         item = index % items_a_request
         start = tl.load(item_start_ptr + request)
-        nodes = tl.load(nodes_ptr + request)
-        prefix = tl.load(prefix_lens_ptr + request)
+        span = spans_ptr + request * SPAN_FIELDS
+        nodes = tl.load(span + SPAN_NODES)
+        prefix = tl.load(span + SPAN_PREFIX)
+        begin = tl.load(span + SPAN_FIRST)
+        full = tl.load(span + SPAN_FULL)
         first_row = tl.load(qo_indptr_ptr + request)
         row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, BLOCK_M), 1)
         kv_head = item // row_tiles
@@ -144,9 +157,15 @@ def finish_kernel(
         start = place - tl.load(work + WORK_TILE)
         nodes = tl.load(work + WORK_NODES)
         prefix = tl.load(work + WORK_PREFIX)
+        begin = prefix * 0
+        full = prefix * 0
+        if RANGED:
+            begin = tl.load(work + WORK_FIRST)
+            full = tl.load(work + WORK_FULL)
         first_row = tl.load(work + WORK_FIRST_ROW)
         row_tiles = tl.load(work + WORK_ROW_TILES)
-    item_tiles = prefix // BLOCK_N + tl.cdiv(prefix % BLOCK_N, BLOCK_E) + tl.cdiv(nodes, BLOCK_E)
+    full_tiles, front_tiles, tail_tiles, tree_tiles = kv_tiles(prefix, begin, full, nodes, BLOCK_N, RANGED, PART)
+    item_tiles = full_tiles + front_tiles + tail_tiles + tree_tiles
     if BY_ITEM:
         lane = tl.where(lanes > 1, row_tile, 0)
         start += tl.where(lanes > 1, kv_head, item) * item_tiles
@@ -166,9 +185,11 @@ def finish_kernel(
         valid = (local < tile_rows) & (rows < tl.minimum(nodes, total_q - first_row) * GROUP)
         if tl.max(valid.to(tl.int32), 0) > 0:
             acc, row_max, row_sum = merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid,
-                                                BLOCK_M, HEAD_DIM, BLOCK_D, CHUNK_PARTS)  # fmt: skip
+                                                BLOCK_M, HEAD_DIM_V, BLOCK_V, CHUNK_PARTS)  # fmt: skip
             acc, lse2 = normalise(acc, row_max, row_sum)
+            if SINKS != 0:
+                acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)
             store_out(head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP),
                       head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP), acc, lse2, rows,
-                      valid, stride_out_row, stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM, BLOCK_D,
-                      HAS_LSE, WIDE)  # fmt: skip
+                      valid, stride_out_row, stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM_V,
+                      BLOCK_V, HAS_LSE, WIDE)  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import backends
 from ..config import next_power_of_2
 from ..plan import Step
+from ..scoring import Scoring, scale_kind
 from ..status import Status
 from .attention import attention_kernel
 from .finish import finish_kernel
@@ -28,6 +29,9 @@ PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of fo
 ZERO_ROWS = 8  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 MERGE_ELEMENTS = 4096  # of partials that the one warp of a finish program has in flight: 128 registers of a thread
+POSITIONS = 4096  # of nodes that a program of the plan looks at together
+PARTS = {"all": 0, "prefix": 1, "tree": 2}
+FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 LOG2_E = 1.4426950408889634
 PDL_ARCH = 90  # compute capability from which kernels may be launched ahead of the end of the one before
 
@@ -89,6 +93,16 @@ class Launch:
         self.function, self.metadata, self.run = compiled.function, compiled.packed_metadata, compiled.run
 
 
+def window_of(step: Step) -> int:
+    """Width of a step's window within what int32 sums of positions allow; 0 where there is none."""
+    return min(max(step.window_left, 0), 2**30)
+
+
+def is_ranged(step: Step) -> bool:
+    """Whether a row may not see the prefix from its beginning."""
+    return step.window_left >= 0 or step.part == "tree"
+
+
 def launch_plan(step: Step) -> None:
     """Make the plan of a step, on the current stream."""
     launch = step.launches.get("plan")
@@ -114,15 +128,18 @@ def plan_launch(step: Step) -> Launch:
         "num_nodes_ptr": layout.num_nodes,
         "qo_indptr_ptr": layout.qo_indptr,
         "kv_indptr_ptr": kv.kv_indptr if csr else layout.qo_indptr,
+        "kv_start_ptr": layout.qo_indptr if kv.kv_start is None else kv.kv_start,
+        "positions_ptr": layout.positions,
         "status_ptr": layout.status,
         "work_ptr": buffers.work,
         "item_start_ptr": buffers.item_start,
-        "nodes_ptr": buffers.nodes,
+        "spans_ptr": buffers.spans,
         "share_ptr": buffers.share,
         "batch": layout.batch,
         "max_pages": kv.width,
         "num_programs": step.num_programs,
         "min_share": config.min_share,
+        "window_left": window_of(step),
         "KV_CAPACITY_CODE": int(Status.KV_CAPACITY),
         "WORK_CODE": int(Status.WORK),
         "GROUP": step.group,
@@ -132,25 +149,32 @@ def plan_launch(step: Step) -> Launch:
         "PAGE_SIZE": kv.page_size,
         "CSR": csr,
         "NODES_IN_TABLE": step.nodes_in_table,
+        "HAS_START": kv.kv_start is not None,
+        "WINDOW": step.window_left >= 0,
+        "PART": PARTS[step.part],
+        "RANGED": is_ranged(step),
         "BLOCK_B": block_b,
         "BLOCK_P": block_p,
+        "COLUMNS": max(1, min(16, POSITIONS // block_b)),
     }
     grid = (triton.cdiv(step.num_programs, block_p),)
     return Launch(plan_kernel, grid, layout.device, arguments, {"num_warps": warps})
 
 
 class LayerLaunch:
-    """The two launches of a layer call for one set of shapes, strides, dtypes and alignments.
+    """The two launches of a layer call for one set of shapes, strides, dtypes, alignments and kinds of options.
 
     Parameters
     ----------
     step : Step
     q, out, lse, k_tree, v_tree
         Tensors of the first such call, for their shapes and strides.
+    scoring : Scoring
+        Options of the first such call: which there are, not their values.
     cache_strides : tuple of int
         Page, slot and head stride of the K cache, then of the V cache, in elements.
-    negate, zero_tail : bool
-        The scale is negative; rows past the last request are written too.
+    zero_tail : bool
+        Rows past the last request are written too.
     arch : int, optional
         Compute capability times ten, of the step's device by default: for compiling without that chip.
     """
@@ -163,9 +187,9 @@ class LayerLaunch:
         v_tree: Tensor | None,
         out: Tensor,
         lse: Tensor | None,
+        scoring: Scoring,
         *,
         cache_strides: tuple[int, ...],
-        negate: bool,
         zero_tail: bool,
         arch: int | None = None,
     ) -> None:
@@ -180,9 +204,13 @@ class LayerLaunch:
         shared = {
             "GROUP": step.group,
             "KV_HEADS": step.num_kv_heads,
-            "HEAD_DIM": step.head_dim,
+            "HEAD_DIM_V": step.head_dim_v,
             "HAS_LSE": lse is not None,
-            "BLOCK_D": config.block_d,
+            "PART": PARTS[step.part],
+            "RANGED": is_ranged(step),
+            "SINKS": 0 if scoring.sinks is None else 1 + scoring.sinks_in_lse,
+            "BLOCK_V": padded(step.head_dim_v),
+            "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "WIDE": wide,
             "PDL": pdl,
@@ -194,14 +222,13 @@ class LayerLaunch:
             "partial_out_ptr": step.buffers.partial_out,
             "partial_lse_ptr": step.buffers.partial_lse,
             "work_ptr": step.buffers.work,
-            "nodes_ptr": step.buffers.nodes,
-            "prefix_lens_ptr": step.layout.prefix_lens,
+            "spans_ptr": step.buffers.spans,
             "qo_indptr_ptr": step.layout.qo_indptr,
         }
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
         if config.max_registers:
             options["maxnreg"] = config.max_registers
-        arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, negate)
+        arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, scoring)
         self.attention = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
         arguments, programs = _finish_arguments(step, rows, zero_tail)
         options = {"num_warps": 1, "enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
@@ -211,52 +238,64 @@ class LayerLaunch:
         self,
         q: Tensor,
         k_cache: Tensor,
-        v_cache: Tensor,
+        v_cache: Tensor | None,
         k_tree: Tensor | None,
         v_tree: Tensor | None,
         out: Tensor,
         lse: Tensor | None,
-        sm_scale: float,
+        scoring: Scoring,
     ) -> None:
         """Attention of one layer, then its merge, on the current stream."""
-        if self.finish.run is None:
-            leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, sm_scale)
-            self.attention(*leading)
-            self.finish(*leading[5:7])
-            return
-        out_at = out.data_ptr()
-        lse_at = 0 if lse is None else lse.data_ptr()
-        if k_tree is None or v_tree is None:
-            k_tree_at = v_tree_at = 0
-        else:
-            k_tree_at, v_tree_at = k_tree.data_ptr(), v_tree.data_ptr()
-        self.attention(
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), k_tree_at, v_tree_at, out_at, lse_at,
-            sm_scale * LOG2_E,
-        )  # fmt: skip
-        self.finish(out_at, lse_at)
+        leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
+        if self.finish.run is not None:
+            leading = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in leading)
+        self.attention(*leading)
+        self.finish(*finish_leading(leading))
 
     @staticmethod
     def leading(
         q: Tensor,
         k_cache: Tensor,
-        v_cache: Tensor,
+        v_cache: Tensor | None,
         k_tree: Tensor | None,
         v_tree: Tensor | None,
         out: Tensor,
         lse: Tensor | None,
-        sm_scale: float,
+        scoring: Scoring,
     ) -> tuple[Any, ...]:
-        """Leading arguments of the attention kernel, whose tensors Triton looks at to compile; 5 and 6 lead finish."""
-        tree = (q, q) if k_tree is None else (k_tree, v_tree)
-        return (q, k_cache, v_cache, *tree, out, out if lse is None else lse, sm_scale * LOG2_E)
+        """Leading arguments of the attention kernel; what there is not is some tensor that is not read."""
+        if k_cache.dtype in FP8:
+            k_cache = k_cache.view(torch.uint8)
+            v_cache = None if v_cache is None else v_cache.view(torch.uint8)
+        return (
+            q, k_cache, k_cache if v_cache is None else v_cache, q if k_tree is None else k_tree,
+            q if v_tree is None else v_tree, out, out if lse is None else lse, scoring.sm_scale * LOG2_E,
+            scoring.logits_soft_cap, out if scoring.sinks is None else scoring.sinks, scoring.k_scale,
+            scoring.v_scale,
+        )  # fmt: skip
+
+
+def finish_leading(leading: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Leading arguments of the finish kernel, given those of the attention kernel: out, lse, sinks."""
+    return (*leading[5:7], leading[9])
+
+
+def padded(dim: int) -> int:
+    """A head dim as the matrix unit takes it."""
+    return max(16, next_power_of_2(dim))
 
 
 def _attention_arguments(
-    step: Step, q: Tensor, k_tree: Tensor | None, v_tree: Tensor | None, cache_strides: tuple[int, ...], negate: bool
+    step: Step,
+    q: Tensor,
+    k_tree: Tensor | None,
+    v_tree: Tensor | None,
+    cache_strides: tuple[int, ...],
+    scoring: Scoring,
 ) -> dict[str, Any]:
     layout, kv, config = step.layout, step.kv, step.config
     csr = kv.kv_indptr is not None
+    rest = step.head_dim - step.head_dim_v if step.shared_kv else 0
     names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
     return {
         **{f"stride_{name}": stride for name, stride in zip(names, cache_strides, strict=True)},
@@ -272,13 +311,24 @@ def _attention_arguments(
         "stride_k_tree_head": 0 if k_tree is None else k_tree.stride(1),
         "stride_v_tree_row": 0 if v_tree is None else v_tree.stride(0),
         "stride_v_tree_head": 0 if v_tree is None else v_tree.stride(1),
+        "prefix_lens_ptr": layout.prefix_lens,
+        "positions_ptr": layout.positions,
+        "window_left": window_of(step),
+        "HEAD_DIM": step.head_dim,
         "PAGE_SIZE": kv.page_size,
         "CSR": csr,
         "TREE_SLOTS": kv.tree_slots is not None,
         "FRESH": k_tree is not None,
-        "NEGATE": negate,
+        "SHARED_KV": step.shared_kv,
+        "FP8": FP8.get(step.kv_dtype, 0),
+        "K_SCALE": scale_kind(scoring.k_scale),
+        "V_SCALE": scale_kind(scoring.v_scale),
+        "WINDOW": step.window_left >= 0,
+        "CAPPED": scoring.logits_soft_cap > 0,
+        "NEGATE": scoring.sm_scale < 0,
         "SAME_STRIDES": cache_strides[:3] == cache_strides[3:],
-        "BLOCK_M": config.block_m,
+        "BLOCK_D": padded(step.head_dim_v if step.shared_kv else step.head_dim),
+        "BLOCK_REST": padded(rest) if rest > 0 else 0,
         "STAGES": config.num_stages,
     }
 
@@ -294,7 +344,7 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
     chunks = triton.cdiv(tile_rows, chunk_rows)
     # an item that is cut evenly has so many parts, and its ends two more; between boundaries two are usual
     parts = 2 + (triton.cdiv(step.num_programs, max(merges, 1)) if by_item else 0)
-    parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (config.block_d * chunk_rows), 1))
+    parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (padded(step.head_dim_v) * chunk_rows), 1))
     arguments = {
         "item_start_ptr": step.buffers.item_start,
         "share_ptr": step.buffers.share,

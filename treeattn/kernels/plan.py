@@ -3,7 +3,8 @@
 Work is counted in *tiles*: one row tile of packed query rows against one KV tile. A request with ``n`` real nodes has
 ``cdiv(n * group, tile_rows)`` row tiles for each KV head, and each of these (an *item*) walks
 ``prefix_len // BLOCK_N`` full tiles and ``cdiv(prefix_len % BLOCK_N, 32) + cdiv(n, 32)`` edge tiles (no tile straddles
-the end of the prefix; a narrow masked tile costs about as much as a full one that is pipelined). Items lie
+the end of the prefix; a narrow masked tile costs about as much as a full one that is pipelined). With a window the
+tiles begin where some row begins to see, and are edge tiles up to where every row sees; see :func:`kv_tiles`. Items lie
 side by side on one line (request, then KV head, then row tile) and program ``p`` gets the stretch
 ``[p * share, (p + 1) * share)``: a ragged batch is balanced to within one tile, and an item is cut only where two
 programs meet. At most ``num_programs - 1`` items are cut, into at most ``2 * num_programs`` partials.
@@ -16,12 +17,14 @@ Outputs (int32):
 
 ``work [num_programs, 16]``
     What a program needs to start after one load, fields in the order of ``WORK_*``: the request, KV head, row tile and
-    KV tile where its stretch begins, its length in tiles, then of that request the nodes, prefix_len, first row, row
-    tiles and rows of a row tile.
+    KV tile where its stretch begins, its length in tiles, then of that request its span, first row, row tiles and rows
+    of a row tile.
 ``item_start [batch + 1]``
     Line position (in tiles) at which each request begins; the length of the line last.
-``nodes [batch]``
-    Nodes to compute: ``num_nodes``, or 0 where the request's addresses cannot hold what the layout claims.
+``spans [batch, 4]``
+    Of each request, counted in tokens from the first one that its pages hold: the prefix, where some row begins to see
+    it, from where every row sees it (a multiple of BLOCK_N, or the prefix); then the nodes to compute: ``num_nodes``,
+    or 0 where there is no key, or the request's addresses cannot hold what the layout claims.
 ``share [4]``
     Tiles a program, programs a lane, lanes, unused.
 """
@@ -43,6 +46,15 @@ WORK_ROW_TILES = tl.constexpr(8)
 WORK_TILE_ROWS = tl.constexpr(9)
 WORK_ZERO = tl.constexpr(10)  # always 0: see attention_kernel
 WORK_LANE = tl.constexpr(11)  # the row tile that this program keeps to; -1 where there is one line for all
+WORK_FIRST = tl.constexpr(12)
+WORK_FULL = tl.constexpr(13)
+SPAN_FIELDS = tl.constexpr(4)
+SPAN_PREFIX = tl.constexpr(0)
+SPAN_FIRST = tl.constexpr(1)
+SPAN_FULL = tl.constexpr(2)
+SPAN_NODES = tl.constexpr(3)
+PART_PREFIX = tl.constexpr(1)
+PART_TREE = tl.constexpr(2)
 
 
 @triton.jit
@@ -51,21 +63,60 @@ def pick(mine, values):
     return tl.sum(tl.where(mine, values[None, :], 0), 1)
 
 
-@triton.jit(do_not_specialize=["batch", "max_pages", "num_programs", "min_share"])
+@triton.jit
+def kv_tiles(prefix, first, full, nodes, BLOCK_N: tl.constexpr, RANGED: tl.constexpr, PART: tl.constexpr):
+    """Tiles of an item: full ones, then edge tiles before them (``first`` to ``full``), behind them, and of the tree.
+
+    Unless RANGED, ``first`` and ``full`` are 0.
+    """
+    if RANGED:
+        full_tiles = tl.maximum(prefix // BLOCK_N - tl.cdiv(full, BLOCK_N), 0)
+        front_tiles = tl.cdiv(full - first, BLOCK_E)
+        tail_tiles = tl.cdiv(prefix - tl.maximum(full, prefix // BLOCK_N * BLOCK_N), BLOCK_E)
+    else:
+        full_tiles = prefix // BLOCK_N
+        front_tiles = prefix * 0
+        tail_tiles = tl.cdiv(prefix % BLOCK_N, BLOCK_E)
+    tree_tiles = tl.cdiv(nodes, BLOCK_E)
+    if PART == PART_PREFIX:
+        tree_tiles = tree_tiles * 0
+    return full_tiles, front_tiles, tail_tiles, tree_tiles
+
+
+@triton.jit
+def position_range(positions_ptr, qo_indptr_ptr, b, in_batch, nodes, prefix, COLUMNS: tl.constexpr):
+    """Least and greatest position of each request's nodes, counted from prefix_len."""
+    first_row = tl.load(qo_indptr_ptr + b, mask=in_batch, other=0).to(tl.int64)
+    low = nodes * 0 + 0x3FFFFFFF
+    high = nodes * 0 - 0x3FFFFFFF
+    for begin in range(0, tl.max(nodes, 0), COLUMNS):
+        node = begin + tl.arange(0, COLUMNS)
+        real = node[None, :] < nodes[:, None]
+        at = tl.load(positions_ptr + first_row[:, None] + node[None, :], mask=real, other=0) - prefix[:, None]
+        at = tl.minimum(tl.maximum(at, -0x3FFFFFFF), 0x3FFFFFFF).to(tl.int32)
+        low = tl.minimum(low, tl.min(tl.where(real, at, 0x3FFFFFFF), 1))
+        high = tl.maximum(high, tl.max(tl.where(real, at, -0x3FFFFFFF), 1))
+    return low, high
+
+
+@triton.jit(do_not_specialize=["batch", "max_pages", "num_programs", "min_share", "window_left"])
 def plan_kernel(
     prefix_lens_ptr,  # int32 [batch]
     num_nodes_ptr,  # int32 [batch]
     qo_indptr_ptr,  # int32 [batch + 1]
     kv_indptr_ptr,  # int32 | int64 [batch + 1] (CSR), else any pointer
+    kv_start_ptr,  # int32 | int64 [batch], read if HAS_START
+    positions_ptr,  # int64 [total_q], read if WINDOW
     status_ptr,  # int32 [4]
     work_ptr,  # int32 [num_programs, 16]
     item_start_ptr,  # int32 [batch + 1]
-    nodes_ptr,  # int32 [batch]
+    spans_ptr,  # int32 [batch, 4]
     share_ptr,  # int32 [4]
     batch,
     max_pages,  # width of the block table; with CSR, the length of kv_indices
     num_programs,
     min_share,
+    window_left,
     KV_CAPACITY_CODE: tl.constexpr,
     WORK_CODE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -75,8 +126,13 @@ def plan_kernel(
     PAGE_SIZE: tl.constexpr,
     CSR: tl.constexpr,
     NODES_IN_TABLE: tl.constexpr,  # the nodes' K and V are at logical positions behind the prefix
+    HAS_START: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PART: tl.constexpr,
+    RANGED: tl.constexpr,  # not every row sees the prefix from its beginning
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    COLUMNS: tl.constexpr,  # rows of each request that are looked at together for their positions
 ):
     b = tl.arange(0, BLOCK_B)
     in_batch = b < batch
@@ -89,16 +145,33 @@ def plan_kernel(
         pages = tl.where(inside, tl.maximum(last_page - first_page, 0), 0)
     else:
         pages = tl.full([BLOCK_B], 0, tl.int64) + max_pages
+    prefix_len = prefix
+    if HAS_START:
+        gone = tl.load(kv_start_ptr + b, mask=in_batch, other=0).to(tl.int64)
+        prefix -= tl.minimum(tl.maximum(gone, 0), tl.maximum(prefix, 0).to(tl.int64)).to(tl.int32)
     needed = prefix.to(tl.int64)
     if NODES_IN_TABLE:
         needed += nodes
     too_long = in_batch & (nodes > 0) & (needed > pages * PAGE_SIZE)
     nodes = tl.where(too_long, 0, nodes)
 
-    kv_tiles = prefix // BLOCK_N + tl.cdiv(prefix % BLOCK_N, BLOCK_E) + tl.cdiv(nodes, BLOCK_E)
+    first = prefix * 0
+    full = prefix * 0
+    if WINDOW:
+        low, high = position_range(positions_ptr, qo_indptr_ptr, b, in_batch, nodes, prefix_len, COLUMNS)
+        first = tl.minimum(tl.maximum(prefix + low - window_left, 0), prefix)
+        full = tl.minimum(tl.maximum(prefix + high - window_left, first), prefix)
+        full = tl.minimum(tl.cdiv(full, BLOCK_N) * BLOCK_N, prefix)
+    if PART == PART_TREE:
+        first = prefix
+        full = prefix
+    full_tiles, front_tiles, tail_tiles, tree_tiles = kv_tiles(prefix, first, full, nodes, BLOCK_N, RANGED, PART)
+    item_tiles = full_tiles + front_tiles + tail_tiles + tree_tiles
+    # rows without a key are padding: nothing would write them
+    nodes = tl.where(item_tiles > 0, nodes, 0)
     row_tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     # the line is int32: 2^31 tiles are days of work, so a longer one is a mistake in the lengths
-    wide_total = tl.sum((row_tiles * KV_HEADS).to(tl.int64) * kv_tiles, 0)
+    wide_total = tl.sum((row_tiles * KV_HEADS).to(tl.int64) * item_tiles, 0)
     if wide_total > 0x7FFFFFFF:
         nodes = nodes * 0
         row_tiles = row_tiles * 0
@@ -109,7 +182,7 @@ def plan_kernel(
     lanes = tl.where(alike, lanes, 1)
     lane_programs = num_programs // lanes
     on_line = tl.where(lanes > 1, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
-    tiles = on_line * KV_HEADS * kv_tiles
+    tiles = on_line * KV_HEADS * item_tiles
     end = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
     share = tl.maximum(tl.cdiv(total, lane_programs), min_share)
@@ -124,27 +197,34 @@ def plan_kernel(
     mine = b[None, :] == request[:, None]
     within = start - tl.max(tl.where(before, end[None, :], 0), 1)
     my_nodes = pick(mine, nodes)
-    my_kv_tiles = tl.maximum(pick(mine, kv_tiles), 1)
+    my_item_tiles = tl.maximum(pick(mine, item_tiles), 1)
     my_row_tiles = tl.maximum(pick(mine, row_tiles), 1)
     my_on_line = tl.maximum(pick(mine, on_line), 1)
-    item = within // my_kv_tiles
+    item = within // my_item_tiles
     kv_head = item // my_on_line
     row = work_ptr + p * WORK_FIELDS
     tl.store(row + WORK_REQUEST, request, mask=live)
     tl.store(row + WORK_KV_HEAD, kv_head, mask=live)
     tl.store(row + WORK_ROW_TILE, tl.where(lanes > 1, lane, item - kv_head * my_on_line), mask=live)
     tl.store(row + WORK_LANE, tl.where(lanes > 1, lane, -1), mask=live)
-    tl.store(row + WORK_TILE, within - item * my_kv_tiles, mask=live)
+    tl.store(row + WORK_TILE, within - item * my_item_tiles, mask=live)
     tl.store(row + WORK_LEFT, tl.minimum(total - start, share), mask=live)
     tl.store(row + WORK_NODES, my_nodes, mask=live)
     tl.store(row + WORK_PREFIX, pick(mine, prefix), mask=live)
+    if RANGED:
+        tl.store(row + WORK_FIRST, pick(mine, first), mask=live)
+        tl.store(row + WORK_FULL, pick(mine, full), mask=live)
     tl.store(row + WORK_FIRST_ROW, tl.load(qo_indptr_ptr + request, mask=live, other=0), mask=live)
     tl.store(row + WORK_ROW_TILES, my_row_tiles, mask=live)
     tl.store(row + WORK_ZERO, p * 0, mask=live)
     tl.store(row + WORK_TILE_ROWS, tl.cdiv(my_nodes * GROUP, my_row_tiles), mask=live)
 
     if tl.program_id(0) == 0:
-        tl.store(nodes_ptr + b, nodes, mask=in_batch)
+        span = spans_ptr + b * SPAN_FIELDS
+        tl.store(span + SPAN_PREFIX, prefix, mask=in_batch)
+        tl.store(span + SPAN_FIRST, first, mask=in_batch)
+        tl.store(span + SPAN_FULL, full, mask=in_batch)
+        tl.store(span + SPAN_NODES, nodes, mask=in_batch)
         tl.store(item_start_ptr + b, end - tiles, mask=in_batch)
         tl.store(item_start_ptr + batch, total)
         tl.store(share_ptr, share)
@@ -157,10 +237,10 @@ def plan_kernel(
                 tl.store(status_ptr + 3, tl.minimum(wide_total >> 10, 0x7FFFFFFF).to(tl.int32))
         worst = tl.max(tl.where(too_long, BLOCK_B - b, 0), 0)
         if worst > 0:
-            first = BLOCK_B - worst
+            guilty = BLOCK_B - worst
             if tl.atomic_cas(status_ptr, 0, KV_CAPACITY_CODE) == 0:
-                value = tl.sum(tl.where(b == first, needed, 0), 0)
-                room = tl.sum(tl.where(b == first, pages * PAGE_SIZE, 0), 0)
-                tl.store(status_ptr + 1, first)
+                value = tl.sum(tl.where(b == guilty, needed, 0), 0)
+                room = tl.sum(tl.where(b == guilty, pages * PAGE_SIZE, 0), 0)
+                tl.store(status_ptr + 1, guilty)
                 tl.store(status_ptr + 2, tl.minimum(room, 0x7FFFFFFF).to(tl.int32))
                 tl.store(status_ptr + 3, tl.minimum(value, 0x7FFFFFFF).to(tl.int32))

@@ -31,12 +31,12 @@ def head_base(ptr, first_row, kv_head, stride_row, stride_head, GROUP: tl.conste
 
 
 @triton.jit
-def load_rows(base, offsets, valid, NEGATE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Packed query rows ``[rows, BLOCK_D]``, negated if asked; rows that are not valid are 0."""
-    d = tl.arange(0, BLOCK_D)
+def load_rows(base, offsets, valid, NEGATE: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Packed query rows ``[rows, BLOCK]``, negated if asked; rows that are not valid are 0."""
+    d = tl.arange(0, BLOCK)
     mask = valid[:, None]
-    if BLOCK_D != HEAD_DIM:
-        mask = mask & (d < HEAD_DIM)[None, :]
+    if BLOCK != DIMS:
+        mask = mask & (d < DIMS)[None, :]
     q = tl.load(base + offsets[:, None] + d[None, :], mask=mask, other=0.0)
     if NEGATE:
         q = -q
@@ -100,51 +100,121 @@ def tile_offsets(pages, tile, n, stride_page, stride_slot, PAGE_SIZE: tl.constex
 
 
 @triton.jit
-def edge_addresses(
-    k_head_ptr, v_head_ptr, k_tree_ptr, v_tree_ptr, pages_ptr, tree_slots_ptr, in_prefix, position, node, needed,
-    prefix, first_row, kv_head, stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_k_tree_row,
-    stride_k_tree_head, stride_v_tree_row, stride_v_tree_head, PAGE_SIZE: tl.constexpr, TREE_SLOTS: tl.constexpr,
-    FRESH: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Bases and element offsets of an edge tile's K and V: behind the prefix, at ``tree_slots``, or fresh.
+def edge_place(index, front_tiles, tail_tiles, prefix, first, full, e, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+               RANGED: tl.constexpr):  # fmt: skip
+    """Where edge tile number `index` is: in the prefix or not, mask word, keys as nodes and as places, end of these.
+
+    Edge tiles come in the order: before the full tiles, behind them, the tree. Places count tokens, then nodes.
+    """
+    aligned = prefix // BLOCK_N * BLOCK_N
+    if RANGED:
+        in_front = index < front_tiles
+        behind = tl.maximum(full, aligned) + (index - front_tiles) * BLOCK_E
+        begin = tl.where(in_front, first + index * BLOCK_E, behind)
+        bound = tl.where(in_front, full, prefix)
+    else:
+        begin = aligned + index * BLOCK_E
+        bound = prefix
+    in_prefix = index < front_tiles + tail_tiles
+    word = tl.maximum(index - front_tiles - tail_tiles, 0)
+    node = word * BLOCK_E + e
+    return in_prefix, word, node, tl.where(in_prefix, begin + e, prefix + node), bound
+
+
+@triton.jit
+def cached_pages(pages_ptr, tree_slots_ptr, in_prefix, position, node, needed, prefix, first_row,
+                 PAGE_SIZE: tl.constexpr, TREE_SLOTS: tl.constexpr, FRESH: tl.constexpr):  # fmt: skip
+    """Page and slot in it of an edge tile's keys in the cache: behind the prefix, or at ``tree_slots``.
 
     Selects, not branches: a branch holds both sides' blocks in registers (1140 bytes spilled).
     """
-    k_base, v_base = k_head_ptr, v_head_ptr
-    k_page, v_page = stride_k_page, stride_v_page
     within = position % PAGE_SIZE
-    if WIDE:
-        within = within.to(tl.int64)
     if TREE_SLOTS or FRESH:
         page = table_pages(pages_ptr, position, needed & (position < prefix), PAGE_SIZE)
-        if FRESH:
-            page = tl.where(in_prefix, page, first_row + node)
-            within = tl.where(in_prefix, within, 0)
-            k_page = tl.where(in_prefix, stride_k_page, stride_k_tree_row)
-            v_page = tl.where(in_prefix, stride_v_page, stride_v_tree_row)
-            if in_prefix == 0:
-                k_base = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
-                v_base = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
-        else:
+        if TREE_SLOTS:
             in_tree = needed & (position >= prefix)
             slot = tl.load(tree_slots_ptr + first_row + node, mask=in_tree, other=0).to(tl.int64)
             page = tl.where(in_prefix, page, slot // PAGE_SIZE)
             within = tl.where(in_prefix, within, (slot % PAGE_SIZE).to(within.dtype))
     else:
         page = table_pages(pages_ptr, position, needed, PAGE_SIZE)
-    return k_base, v_base, page * k_page + within * stride_k_slot, page * v_page + within * stride_v_slot
+    return page, within
 
 
 @triton.jit
-def load_tile(ptr, offsets, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr):
-    """K or V rows ``[BLOCK_N, BLOCK_D]``. What is not valid is 0 and never read: a NaN there cannot poison."""
-    d = tl.arange(0, BLOCK_D)
+def edge_load(cache_ptr, tree_ptr, page, within, in_prefix, position, node, needed, prefix, first_row, stride_page,
+              stride_slot, stride_tree_row, d0, dtype: tl.constexpr, FRESH: tl.constexpr, FP8: tl.constexpr,
+              WIDE: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """K or V of an edge tile's keys, from dim `d0` on: of the cache or, for nodes if FRESH, of the call's own."""
+    if WIDE:
+        within = within.to(tl.int64)
+    if FRESH and FP8 != 0:
+        # two types, two loads; one of them reads nothing
+        cached = load_tile(cache_ptr + d0, page * stride_page + within * stride_slot, needed & (position < prefix),
+                           DIMS, BLOCK, True)  # fmt: skip
+        own = load_tile(tree_ptr + d0, (first_row + node).to(tl.int64) * stride_tree_row,
+                        needed & (position >= prefix), DIMS, BLOCK, True)  # fmt: skip
+        return tl.where(in_prefix, decode(cached, dtype, FP8), own)
+    elif FRESH:
+        base = cache_ptr
+        if in_prefix == 0:
+            base = tree_ptr
+        row = tl.where(in_prefix, page, first_row + node)
+        step = tl.where(in_prefix, stride_page, stride_tree_row)
+        within = tl.where(in_prefix, within, 0)
+        return load_tile(base + d0, row * step + within * stride_slot, needed, DIMS, BLOCK, True)
+    else:
+        tile = load_tile(cache_ptr + d0, page * stride_page + within * stride_slot, needed, DIMS, BLOCK, True)
+        return decode(tile, dtype, FP8)
+
+
+@triton.jit
+def load_tile(ptr, offsets, valid, DIMS: tl.constexpr, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
+    """K or V rows ``[keys, BLOCK]``. What is not valid is 0 and never read: a NaN there cannot poison."""
+    d = tl.arange(0, BLOCK)
     pointers = ptr + offsets[:, None] + d[None, :]
     if BOUNDED:
-        return tl.load(pointers, mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    if BLOCK_D != HEAD_DIM:
-        return tl.load(pointers, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=valid[:, None] & (d < DIMS)[None, :], other=0)
+    if BLOCK != DIMS:
+        return tl.load(pointers, mask=(d < DIMS)[None, :], other=0)
     return tl.load(pointers)
+
+
+@triton.jit
+def decode(tile, dtype: tl.constexpr, FP8: tl.constexpr):
+    """Numbers of a cache in the dtype of q; FP8 arrives as bytes: 1 for e4m3, 2 for e5m2, 0 for no FP8.
+
+    By its bits, so that chips without FP8 read it too: both formats are the upper bits of a float16, e4m3 one bit
+    lower and with an exponent that is 8 less. Finite numbers only.
+    """
+    if FP8 == 0:
+        return tile
+    bits = tile.to(tl.uint16)
+    if FP8 == 2:
+        return (bits << 8).to(tl.float16, bitcast=True).to(dtype)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+
+
+@triton.jit
+def cache_scale(scale, kv_head, KIND: tl.constexpr):
+    """Factor on K or V of a KV head: 0 none, 1 a number, 2 a pointer to one, 3 to one a KV head."""
+    if KIND == 0:
+        return 1.0
+    elif KIND == 1:
+        return scale
+    elif KIND == 2:
+        return tl.load(scale)
+    else:
+        return tl.load(scale + kv_head)
+
+
+@triton.jit
+def window_rows(positions_ptr, rows, valid, first_row, prefix, prefix_len, window_left, GROUP: tl.constexpr):
+    """Where each packed row begins to see, counted as its request's keys are."""
+    node = (rows.to(tl.uint32) // GROUP).to(tl.int32)
+    at = tl.load(positions_ptr + first_row + node, mask=valid, other=0) - prefix_len
+    return prefix + at.to(tl.int32) - window_left
 
 
 @triton.jit
@@ -160,12 +230,31 @@ def tree_words(base, rows, valid, word, num_words, GROUP: tl.constexpr):
 
 
 @triton.jit
-def attend(q, k, v, acc, row_max, row_sum, sees, sm_scale, MASKED: tl.constexpr):
+def tanh(x):
+    """Hyperbolic tangent to float32's precision, near 0 too."""
+    square = x * x
+    near = x * (1 + square * (-0.33333334 + square * (0.13333334 + square * -0.05396825)))
+    far = 1 - 2 / (tl.exp2(x * 2.885390081777927) + 1)
+    return tl.where(square < 0.04, near, far)
+
+
+@triton.jit
+def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_factor, v_factor, soft_cap,
+           MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr):  # fmt: skip
     """One KV tile of the online softmax; ``row_max`` is of the scores before ``sm_scale``, which must be positive.
 
-    ``sees`` is read only if MASKED.
+    ``sees`` is read only if MASKED, ``k_factor`` and ``v_factor`` only if SCALED, the dims of ``q_rest`` and ``k_rest``
+    only if REST. If CAPPED, ``row_max`` is of capped scores in base 2 and ``sm_scale`` is inside the cap.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if REST:
+        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+    if SCALED:
+        scores = scores * k_factor
+    scale = sm_scale
+    if CAPPED:
+        scores = tanh(scores * (sm_scale * LN2 / soft_cap)) * (soft_cap / LN2)
+        scale = 1.0
     if MASKED:
         scores = tl.where(sees, scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -174,12 +263,27 @@ def attend(q, k, v, acc, row_max, row_sum, sees, sm_scale, MASKED: tl.constexpr)
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
     else:
         base = new_max
-    base = base * sm_scale
-    weights = tl.exp2(scores * sm_scale - base[:, None])
-    decay = tl.exp2(row_max * sm_scale - base)
+    base = base * scale
+    weights = tl.exp2(scores * scale - base[:, None])
+    decay = tl.exp2(row_max * scale - base)
     row_sum = row_sum * decay + tl.sum(weights, 1)
+    if SCALED:
+        weights = weights * v_factor
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, new_max, row_sum
+
+
+@triton.jit
+def add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP: tl.constexpr, IN_LSE: tl.constexpr):
+    """Give each row's sink its weight; a row that saw nothing stays 0 and -inf."""
+    head = kv_head * GROUP + (rows.to(tl.uint32) % GROUP).to(tl.int32)
+    sink2 = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32) / LN2
+    top = tl.maximum(lse2, sink2)
+    total2 = top + tl.log2(tl.exp2(lse2 - top) + tl.exp2(sink2 - top))
+    acc = acc * tl.exp2(lse2 - total2)[:, None]
+    if IN_LSE:
+        lse2 = tl.where(lse2 == -float("inf"), lse2, total2)
+    return acc, lse2
 
 
 @triton.jit

@@ -1,0 +1,36 @@
+"""Options of attention on a GPU, every backend and dtype; see option_bodies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from option_bodies import (
+    COMBINATIONS,
+    general_masks_take_the_callers_positions,
+    merged_parts_are_the_whole,
+    run_options,
+)
+from settings_of_tests import Setting
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(scope="module", params=("triton", "torch"))
+def setting(request: pytest.FixtureRequest) -> Setting:
+    return Setting(request.param, torch.device("cuda"), DTYPES)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combination(name: str, setting: Setting) -> None:
+    run_options(setting, name, seeds=2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_merge(seed: int, setting: Setting) -> None:
+    merged_parts_are_the_whole(setting, seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_general_masks(seed: int, setting: Setting) -> None:
+    general_masks_take_the_callers_positions(setting, seed)

@@ -1,0 +1,30 @@
+"""Options of attention on the Triton backend in its interpreter (float32 and float16); see option_bodies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from option_bodies import (
+    COMBINATIONS,
+    general_masks_take_the_callers_positions,
+    merged_parts_are_the_whole,
+    run_options,
+)
+from settings_of_tests import Setting
+
+SETTING = Setting("triton", torch.device("cpu"), (torch.float32, torch.float16), small=True)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combination(name: str) -> None:
+    run_options(SETTING, name, seeds=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_merge(seed: int) -> None:
+    merged_parts_are_the_whole(SETTING, seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_general_masks(seed: int) -> None:
+    general_masks_take_the_callers_positions(SETTING, seed)
