@@ -10,6 +10,7 @@ from settings_of_tests import Setting
 
 import treeattn
 from treeattn.testing import Case, Options, check_case, judge, rebuild, run_plain, truth
+from treeattn.testing.run import call_of, group_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WINDOWS = (0, 3, 17, 40)
@@ -116,3 +117,48 @@ def general_masks_take_the_callers_positions(setting: Setting, seed: int) -> Non
     moved = rebuild(case, order=[1, 0], seed=seed + 1)
     verdict = check_case(moved, setting.backend)
     assert verdict.ok, f"{verdict.message}\n{moved.describe()}"
+
+
+def hybrid_groups_share_one_layout(setting: Setting) -> None:
+    """Windowed layers with sinks, full layers and latent ones in the same static buffers, over changing steps."""
+    dtype = setting.dtypes[0]
+    kinds = (
+        (Options(window_left=9, sinks=True), {"group": 4, "num_kv_heads": 2, "head_dim": 32}),
+        (Options(), {"group": 2, "num_kv_heads": 4, "head_dim": 64}),
+        (Options(head_dim_v=32, shared_kv=True), {"group": 8, "num_kv_heads": 1, "head_dim": 48}),
+    )
+    common: dict[str, Any] = {
+        "page_size": 16, "table": "block", "tree_kv": "logical", "source": "parents", "tail": 0, "kv_layout": "NHD",
+        "index_dtype": torch.int32, "cache": "paged", "strided_q": False,
+    }  # fmt: skip
+
+    def step(seed: int) -> list[Case]:
+        drawn = {"batch": 1 + seed % 3, "max_width": 9, "max_prefix": 40, "uniform": True, "num_pages": 40}
+        first = setting.case(seed, dtype, **common, **drawn, options=kinds[0][0], **kinds[0][1])
+        shape = {"q_lens": first.q_lens, "placement": first.placement, "dtype": dtype, "seed": seed}
+        others = [
+            setting.build(first.parents, first.prefixes, heads=(pins["group"] * pins["num_kv_heads"],
+                          pins["num_kv_heads"]), head_dim=pins["head_dim"], options=options, **shape)
+            for options, pins in kinds[1:]
+        ]  # fmt: skip
+        return [first, *others]
+
+    steps = [step(seed) for seed in range(5)]
+    buffers = treeattn.StaticBuffers(3, 9, device=setting.device)
+    groups = [
+        buffers.add_group(
+            kv=treeattn.PagedKV.allocate(3, page_size=16, max_pages_per_request=8, device=setting.device),
+            backend=setting.backend, **group_of(case),
+        )
+        for case in steps[0]
+    ]  # fmt: skip
+    for cases in steps:
+        for group, case in zip(groups, cases, strict=True):
+            group.kv.copy_(case.kv())
+        arguments = {key: value for key, value in cases[0].layout_args.items() if key != "max_q_len"}
+        buffers.update_(**arguments)
+        for group, case in zip(groups, cases, strict=True):
+            lse = torch.empty(case.total_q, case.num_qo_heads, device=setting.device)
+            out = treeattn.tree_attention(case.q, case.k_cache, case.v_cache, group, lse=lse, **call_of(case))
+            verdict = judge(case, out, lse)
+            assert verdict.ok, f"{verdict.message}\n{case.describe()}"

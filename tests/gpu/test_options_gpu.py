@@ -7,6 +7,7 @@ import torch
 from option_bodies import (
     COMBINATIONS,
     general_masks_take_the_callers_positions,
+    hybrid_groups_share_one_layout,
     merged_parts_are_the_whole,
     run_options,
 )
@@ -34,3 +35,7 @@ def test_parts_merge(seed: int, setting: Setting) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_general_masks(seed: int, setting: Setting) -> None:
     general_masks_take_the_callers_positions(setting, seed)
+
+
+def test_hybrid_groups(setting: Setting) -> None:
+    hybrid_groups_share_one_layout(setting)

@@ -7,6 +7,7 @@ import torch
 from option_bodies import (
     COMBINATIONS,
     general_masks_take_the_callers_positions,
+    hybrid_groups_share_one_layout,
     merged_parts_are_the_whole,
     run_options,
 )
@@ -28,3 +29,7 @@ def test_parts_merge(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_general_masks(seed: int) -> None:
     general_masks_take_the_callers_positions(SETTING, seed)
+
+
+def test_hybrid_groups() -> None:
+    hybrid_groups_share_one_layout(SETTING)

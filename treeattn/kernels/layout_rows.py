@@ -6,6 +6,7 @@ All offsets are 64-bit.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -18,8 +19,13 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
 
     def __call__(self) -> None:
-        """Launch on the current stream."""
-        self.kernel[self.grid](**self.arguments)
+        """Launch on the current stream of the tensors' device, whichever device is current."""
+        device = next(value.device for value in self.arguments.values() if isinstance(value, torch.Tensor))
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.kernel[self.grid](**self.arguments)
+        else:
+            self.kernel[self.grid](**self.arguments)
 
 
 # Status codes (treeattn.status.Status; jitted code reads only constexpr globals).

@@ -118,19 +118,20 @@ def global_rows_triton_(layout: TreeLayout, rows: Tensor, lens: Tensor | None, o
     if rows.numel() == 0:
         return
     block = min(max(triton.next_power_of_2(rows.shape[1]), 16), 256)
-    global_rows_kernel[(rows.shape[0], triton.cdiv(rows.shape[1], block))](
-        rows_ptr=rows,
-        stride_rows_b=rows.stride(0),
-        stride_rows_i=rows.stride(1),
-        lens_ptr=rows if lens is None else lens,
-        stride_lens=0 if lens is None else lens.stride(0),
-        qo_ptr=layout.qo_indptr,
-        out_ptr=out,
-        columns=rows.shape[1],
-        HAS_LENS=lens is not None,
-        BLOCK=block,
-        num_warps=1,
-    )
+    arguments = {
+        "rows_ptr": rows,
+        "stride_rows_b": rows.stride(0),
+        "stride_rows_i": rows.stride(1),
+        "lens_ptr": rows if lens is None else lens,
+        "stride_lens": 0 if lens is None else lens.stride(0),
+        "qo_ptr": layout.qo_indptr,
+        "out_ptr": out,
+        "columns": rows.shape[1],
+        "HAS_LENS": lens is not None,
+        "BLOCK": block,
+        "num_warps": 1,
+    }
+    Launch(global_rows_kernel, (rows.shape[0], triton.cdiv(rows.shape[1], block)), arguments)()
 
 
 @triton.jit
