@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
-from settings_of_tests import Setting
+from settings_of_tests import Setting, same_bits
 
 import treeattn
 from treeattn.testing import Case, Options, check_case, judge, rebuild, run_plain, truth
@@ -56,6 +57,10 @@ def _combinations() -> dict[str, tuple[Options, dict[str, Any]]]:
             pins = {"head_dim": 80, "num_kv_heads": 1} if mla else {"head_dim": 40}
             found[f"{first}+{second}"] = (Options(**single[first], **single[second]), pins)
     every = {**single["fp8"], **single["windowed"], **single["cap"], **single["sinks"]}
+    found["batch-invariant"] = (Options(batch_invariant=True), {})
+    found["batch-invariant+window+sinks"] = (Options(batch_invariant=True, window_left=17, sinks=True), {})
+    found["batch-invariant+mla"] = (Options(batch_invariant=True, **single["mla"]), {"head_dim": 80, "num_kv_heads": 1})
+    found["batch-invariant+prefix"] = (Options(batch_invariant=True, part="prefix"), {})
     found["all"] = (Options(**every, **single["dims"]), {"head_dim": 40})
     found["all-mla"] = (Options(**every, **single["mla"]), {"head_dim": 80, "num_kv_heads": 1})
     return found
@@ -162,3 +167,22 @@ def hybrid_groups_share_one_layout(setting: Setting) -> None:
             out = treeattn.tree_attention(case.q, case.k_cache, case.v_cache, group, lse=lse, **call_of(case))
             verdict = judge(case, out, lse)
             assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+def rows_do_not_depend_on_the_batch(setting: Setting, seed: int, options: Options | None = None) -> None:
+    """Batch-invariant mode: the same bits alone, among others, in another order, and in buffers of any capacity."""
+    dtype = setting.dtypes[seed % len(setting.dtypes)]
+    options = dataclasses.replace(options or Options(), batch_invariant=True)
+    with mock.patch("treeattn.config.INVARIANT_KEYS", 48):
+        case = setting.case(seed, dtype, batch=3, tail=0, empties=False, options=options)
+        whole = setting.plain(case)
+        verdict = judge(case, whole.out, whole.lse)
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+        for order in ([2, 0, 1], [1], [0, 2]):
+            other = rebuild(case, order=order, seed=seed + 7)
+            for result in (setting.plain(other), setting.static(other)):
+                for index, request in enumerate(order):
+                    rows = slice(case.starts[request], case.starts[request + 1])
+                    own = slice(other.starts[index], other.starts[index + 1])
+                    assert same_bits(whole.out[rows], result.out[own]), case.describe()
+                    assert same_bits(whole.lse[rows], result.lse[own]), case.describe()

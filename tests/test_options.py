@@ -9,9 +9,12 @@ from option_bodies import (
     general_masks_take_the_callers_positions,
     hybrid_groups_share_one_layout,
     merged_parts_are_the_whole,
+    rows_do_not_depend_on_the_batch,
     run_options,
 )
 from settings_of_tests import Setting
+
+from treeattn.testing import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,3 +41,9 @@ def test_general_masks(setting: Setting, seed: int) -> None:
 
 def test_hybrid_groups(setting: Setting) -> None:
     hybrid_groups_share_one_layout(setting)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_invariance(setting: Setting, seed: int) -> None:
+    rows_do_not_depend_on_the_batch(setting, seed)
+    rows_do_not_depend_on_the_batch(setting, seed, Options(window_left=20, sinks=True))

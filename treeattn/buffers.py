@@ -17,7 +17,7 @@ from .geometry import Geometry, Part
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout, write_layout_
 from .layout_input import MaskForm
-from .plan import HostState, PlanBuffers, Step, prepare_step, update_plan_
+from .plan import HostState, PlanBuffers, Step, invariant_slots, prepare_step, update_plan_
 from .validate import refuse_in_capture, validate_update, validation_wanted
 
 
@@ -81,6 +81,7 @@ class StaticBuffers:
         shared_kv: bool = False,
         window_left: int = -1,
         part: Part = "all",
+        batch_invariant: bool = False,
         backend: str = "auto",
     ) -> Step:
         """Add the layers of one geometry; arguments as in :func:`treeattn.plan`.
@@ -96,6 +97,7 @@ class StaticBuffers:
         geometry = Geometry.of(
             num_qo_heads, num_kv_heads, head_dim, head_dim_v=head_dim_v, dtype=dtype, kv_dtype=kv_dtype,
             kv_layout=kv_layout, fresh_tree=fresh_tree, shared_kv=shared_kv, window_left=window_left, part=part,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
         step = prepare_step(self.layout, kv, geometry, backend=backend, host=self.host, validate=self.validate)
         update_plan_(step)
@@ -237,7 +239,8 @@ class StaticBuffers:
         ----------
         groups : list of dict
             Per group the arguments of :meth:`add_group` that describe it: ``num_qo_heads``, ``num_kv_heads``,
-            ``head_dim`` and what is not the default.
+            ``head_dim`` and what is not the default; with ``batch_invariant`` also ``max_kv_tokens``, what the pages of
+            all requests hold at most.
         arch, num_sms : int
             Chip: compute capability times ten and multiprocessors (an H200 by default).
 
@@ -246,17 +249,26 @@ class StaticBuffers:
         With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
         bytes. A Triton group with P programs and row tiles of R takes
         ``8 * P * R * (head_dim_v + 1) + 64 * P + 20 * max_batch + 20``: two float32 partials (out and lse) a program.
+        A batch-invariant one has ``4 * R * (head_dim_v + 1)`` for each of :func:`treeattn.plan.invariant_slots`
+        in place of the first term.
         """
         from .config import select_config
 
         meta = torch.device("meta")
         owners: list[Any] = [TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=meta)]
         for options in groups or []:
+            options = dict(options)
+            kv_tokens = options.pop("max_kv_tokens", None)
             group = Geometry.of(**options)
             config = select_config(
                 arch, group.dtype, group.group, group.head_dim, max_q_len, head_dim_v=group.head_dim_v,
                 shared_kv=group.shared_kv, kv_dtype=group.kv_dtype,
             )  # fmt: skip
             programs = num_sms * config.programs_per_sm
-            owners.append(PlanBuffers.allocate(max_batch, programs, config, group.head_dim_v, meta))
+            slots = None
+            if group.batch_invariant:
+                if kv_tokens is None:
+                    raise ValueError("a batch_invariant group needs max_kv_tokens: it has memory for every split")
+                slots = invariant_slots(group, config, max_batch, max_q_len, kv_tokens)
+            owners.append(PlanBuffers.allocate(max_batch, programs, config, group.head_dim_v, meta, slots))
         return sum(tensor.nbytes for owner in owners for tensor in tensors_of(owner).values())

@@ -23,6 +23,9 @@ SHARED_PER_SM: dict[int, int] = {
 SHARED_RESERVED = 1 * KIB
 """What the system takes of it for each block that runs there."""
 
+INVARIANT_KEYS = 2048
+"""Keys of a split in batch-invariant mode: one request of 128k and 8 KV heads then has 512 splits for 264 programs."""
+
 MOST_REGISTERS = 255
 """Of a thread. Named, it keeps ptxas from aiming at a third program an SM and spilling for that (72 bytes)."""
 
@@ -60,6 +63,11 @@ class KernelConfig:
     min_share: int
     reason: str
     max_registers: int = 0
+
+    @property
+    def split_tiles(self) -> int:
+        """KV tiles of a split in batch-invariant mode."""
+        return max(INVARIANT_KEYS // self.block_n, 1)
 
 
 def next_power_of_2(n: int) -> int:

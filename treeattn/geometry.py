@@ -37,6 +37,8 @@ class Geometry:
         A row sees keys at positions ``>= its own - window_left``; negative for no window.
     part : {"all", "prefix", "tree"}
         Which keys count.
+    batch_invariant : bool
+        A row's bits do not depend on the batch around it.
     """
 
     num_qo_heads: int
@@ -50,6 +52,7 @@ class Geometry:
     shared_kv: bool = False
     window_left: int = -1
     part: Part = "all"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_qo_heads, self.num_kv_heads

@@ -33,24 +33,31 @@ class PlanBuffers:
 
     @staticmethod
     def shapes(
-        batch: int, num_programs: int, block_m: int, head_dim: int
+        batch: int, num_programs: int, block_m: int, head_dim: int, slots: int | None = None
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor: the formula behind ``StaticBuffers.nbytes``."""
+        """Shape and dtype of each tensor: the formula behind ``StaticBuffers.nbytes``; two partials a program."""
+        slots = 2 * num_programs if slots is None else slots
         return {
             "work": ((num_programs, 16), torch.int32),
             "item_start": ((batch + 1,), torch.int32),
             "spans": ((max(batch, 1), 4), torch.int32),
             "share": ((4,), torch.int32),
-            "partial_out": ((2 * num_programs, block_m, head_dim), torch.float32),
-            "partial_lse": ((2 * num_programs, block_m), torch.float32),
+            "partial_out": ((slots, block_m, head_dim), torch.float32),
+            "partial_lse": ((slots, block_m), torch.float32),
         }
 
     @classmethod
     def allocate(
-        cls, batch: int, num_programs: int, config: KernelConfig, head_dim: int, device: torch.device
+        cls,
+        batch: int,
+        num_programs: int,
+        config: KernelConfig,
+        head_dim: int,
+        device: torch.device,
+        slots: int | None = None,
     ) -> PlanBuffers:
         """Uninitialised memory; the first launch of the plan fills it."""
-        shapes = cls.shapes(batch, num_programs, config.block_m, head_dim)
+        shapes = cls.shapes(batch, num_programs, config.block_m, head_dim, slots)
         return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()})
 
 
@@ -187,6 +194,7 @@ def plan(
     shared_kv: bool = False,
     window_left: int = -1,
     part: Part = "all",
+    batch_invariant: bool = False,
     backend: str = "auto",
     config: KernelConfig | None = None,
     validate: bool | None = None,
@@ -220,6 +228,9 @@ def plan(
         for no window.
     part : {"all", "prefix", "tree"}
         Only the keys of the prefix, or only nodes: for runs whose states :func:`treeattn.merge` combines.
+    batch_invariant : bool
+        A row's bits depend on its own request, the geometry and ``max_q_len`` only, not on the rest of the batch, its
+        order or any capacity. Costs memory for every split, and balance (:func:`invariant_slots` has the formula).
     backend : {"auto", "reference", "torch", "triton"}
         "auto" is Triton on a CUDA device and torch on a CPU. A backend named here never falls back to another.
     config : KernelConfig, optional
@@ -244,6 +255,7 @@ def plan(
     geometry = Geometry.of(
         num_qo_heads, num_kv_heads, head_dim, head_dim_v=head_dim_v, dtype=dtype, kv_dtype=kv_dtype,
         kv_layout=kv_layout, fresh_tree=fresh_tree, shared_kv=shared_kv, window_left=window_left, part=part,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     step = prepare_step(layout, kv, geometry, backend=backend, config=config, validate=validation_wanted(validate))
     if step.validate:
@@ -277,12 +289,39 @@ def prepare_step(
             head_dim_v=geometry.head_dim_v, shared_kv=geometry.shared_kv, kv_dtype=geometry.kv_dtype,
         )  # fmt: skip
         programs = backends.num_programs(layout.device, config)
-        buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device)
+        slots = None
+        if geometry.batch_invariant:
+            tokens = kv.table.shape[-1] * kv.page_size
+            every = tokens if kv.kv_indptr is not None else layout.batch * tokens
+            slots = invariant_slots(geometry, config, layout.batch, layout.max_q_len, every)
+        buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device, slots)
     shared = {entry.name: getattr(geometry, entry.name) for entry in fields(Geometry)}
     return Step(
         **shared, layout=layout, kv=kv, backend=name, config=config, num_programs=programs, buffers=buffers, host=host,
         validate=validate,
     )  # fmt: skip
+
+
+def invariant_slots(geometry: Geometry, config: KernelConfig, batch: int, max_q_len: int, kv_tokens: int) -> int:
+    """Partials that a batch-invariant group may need: one for each split of each item.
+
+    Parameters
+    ----------
+    kv_tokens : int
+        Tokens that the pages of all requests hold at most.
+
+    Notes
+    -----
+    With tiles of N keys (32 for all keys of a window), splits of S tiles, ``row_tiles = ceil(max_q_len * group /
+    block_m)``: ``num_kv_heads * row_tiles * (kv_tokens / (N * S) + batch * (2 + (N / 32 + 1 + ceil(max_q_len / 32)) /
+    S))``, each quotient rounded down but the last, which is rounded up.
+    """
+    edge = 32
+    keys = edge if geometry.window_left >= 0 else config.block_n
+    split = config.split_tiles
+    row_tiles = -(-max_q_len * geometry.group // config.block_m)
+    ends = -(-(config.block_n // edge + 1 + -(-max_q_len // edge)) // split)
+    return geometry.num_kv_heads * row_tiles * (kv_tokens // (keys * split) + batch * (2 + ends))
 
 
 def update_plan_(step: Step) -> None:

@@ -9,9 +9,12 @@ from option_bodies import (
     general_masks_take_the_callers_positions,
     hybrid_groups_share_one_layout,
     merged_parts_are_the_whole,
+    rows_do_not_depend_on_the_batch,
     run_options,
 )
 from settings_of_tests import Setting
+
+from treeattn.testing import Options
 
 SETTING = Setting("triton", torch.device("cpu"), (torch.float32, torch.float16), small=True)
 
@@ -33,3 +36,9 @@ def test_general_masks(seed: int) -> None:
 
 def test_hybrid_groups() -> None:
     hybrid_groups_share_one_layout(SETTING)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_invariance(seed: int) -> None:
+    rows_do_not_depend_on_the_batch(SETTING, seed)
+    rows_do_not_depend_on_the_batch(SETTING, seed, Options(window_left=20, sinks=True))

@@ -151,7 +151,7 @@ def test_more_work_than_the_line_can_count(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"WORK: the batch's lengths add up to \d+ x 1024 tiles of work, .*"):
         layout.check()
     assert step.buffers is not None
-    assert step.buffers.nodes.tolist() == [0]
+    assert step.buffers.spans[:, 3].tolist() == [0]
 
 
 def test_a_number_of_a_compiled_launch_is_replaced() -> None:

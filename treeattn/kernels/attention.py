@@ -27,6 +27,7 @@ from .plan import (
     WORK_LANE,
     WORK_LEFT,
     WORK_NODES,
+    WORK_PLACE,
     WORK_PREFIX,
     WORK_REQUEST,
     WORK_ROW_TILE,
@@ -121,6 +122,7 @@ def attention_kernel(
     WINDOW: tl.constexpr,
     PART: tl.constexpr,
     RANGED: tl.constexpr,
+    SPLIT: tl.constexpr,  # tiles of a split in batch-invariant mode, in which `tile` and `left` count splits; else 0
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,  # 0 none, 1 in out, 2 in out and lse
     HAS_LSE: tl.constexpr,
@@ -164,6 +166,7 @@ def attention_kernel(
     tile_rows = tl.load(work + WORK_TILE_ROWS)  # rows are dealt evenly, so that no tile is nearly empty
     lane = tl.load(work + WORK_LANE)
     zero = tl.load(work + WORK_ZERO)
+    place = tl.load(work + WORK_PLACE)
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
     # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
@@ -176,7 +179,12 @@ def attention_kernel(
             row0 = row_tile * tile_rows
             present = tl.minimum(nodes, total_q - first_row)
             row_end = tl.minimum(row0 + tile_rows, present * GROUP)
-            last = tl.minimum(item_tiles, tile + left)
+            if SPLIT > 0:
+                begin = tile * SPLIT
+                last = tl.minimum(item_tiles, begin + SPLIT)
+            else:
+                begin = tile
+                last = tl.minimum(item_tiles, tile + left)
 
             m = tl.arange(0, BLOCK_M)
             rows = row0 + m
@@ -203,7 +211,7 @@ def attention_kernel(
 
             # page ids are fetched one tile ahead, in registers: were they loaded in the loop that uses them, Triton's
             # pipeline would wait for every copy in flight to get at them
-            begin_full = tile
+            begin_full = begin
             end_full = tl.minimum(last, full_tiles)
             if RANGED:
                 begin_full += tl.cdiv(full, BLOCK_N)
@@ -239,7 +247,7 @@ def attention_kernel(
             k_own_ptr = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
             v_own_ptr = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
 
-            for t in tl.range(tl.maximum(tile, full_tiles), last, num_stages=1):
+            for t in tl.range(tl.maximum(begin, full_tiles), last, num_stages=1):
                 in_prefix, word, node, position, bound = edge_place(t - full_tiles, front_tiles, tail_tiles, prefix,
                                                                     first, full, e, BLOCK_N, BLOCK_E,
                                                                     RANGED)  # fmt: skip
@@ -280,9 +288,12 @@ def attention_kernel(
                 acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, scale, k_by, v_by,
                                                soft_cap, True, SCALED, CAPPED, BLOCK_REST > 0)  # fmt: skip
 
-            # the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a program has one of each
-            whole = (tile == 0) & (last == item_tiles)
-            slot = 2 * program + (tile == 0).to(tl.int32)
+            whole = (begin == 0) & (last == item_tiles)
+            if SPLIT > 0:
+                slot = place
+            else:
+                # the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a program has one of each
+                slot = 2 * program + (tile == 0).to(tl.int32)
             out_base = head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP)
             lse_base = head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP)
             part_base = partial_out_ptr + slot.to(tl.int64) * (BLOCK_M * HEAD_DIM_V)
@@ -298,9 +309,15 @@ def attention_kernel(
                           stride_lse_head, GROUP, HEAD_DIM_V, BLOCK_V, HAS_LSE, WIDE)  # fmt: skip
             else:
                 store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM_V, BLOCK_V)
-            left -= last - tile
-            tile = 0
-            row_tile += 1
+            if SPLIT > 0:
+                left -= 1
+                place += 1
+                tile = tl.where(last == item_tiles, 0, tile + 1)
+                row_tile += (last == item_tiles).to(tl.int32)
+            else:
+                left -= last - tile
+                tile = 0
+                row_tile += 1
             if row_tile == tl.where(lane < 0, row_tiles, lane + 1):
                 row_tile = tl.maximum(lane, 0)
                 kv_head += 1

@@ -46,8 +46,11 @@ def zero_rows(out_ptr, lse_ptr, row, padding, heads, stride_out_row, stride_out_
 
 @triton.jit
 def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, BLOCK_M: tl.constexpr,
-                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Combine the partials that programs `first` to `last` left of an item's rows, in KV order, PARTS in flight.
+                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+                SPLIT: tl.constexpr):  # fmt: skip
+    """Combine the partials of an item's rows, in KV order, PARTS in flight.
+
+    They are those that programs `first` to `last` left, or if SPLIT those of the places `first` to `last` on the line.
 
     One warp holds whole rows, so sums over parts stay inside a thread: between warps they would go through shared
     memory, and with 16-way bank conflicts (48 µs instead of 6 for 263 merges of 64 rows).
@@ -59,7 +62,7 @@ def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, BLO
     total = tl.zeros([local.shape[0]], tl.float32)
     for part in range(first, last + 1, PARTS):
         program = part + c
-        slot = 2 * program + (program == first).to(tl.int32)
+        slot = program if SPLIT else 2 * program + (program == first).to(tl.int32)
         place = slot.to(tl.int64)[:, None] * BLOCK_M + local[None, :]
         there = (program <= last)[:, None] & valid[None, :]
         value = tl.load(partial_out_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
@@ -102,6 +105,7 @@ def finish_kernel(
     HEAD_DIM_V: tl.constexpr,
     PART: tl.constexpr,
     RANGED: tl.constexpr,
+    SPLIT: tl.constexpr,  # tiles of a split in batch-invariant mode, else 0
     SINKS: tl.constexpr,  # 0 none, 1 in out, 2 in out and lse
     ZERO_TAIL: tl.constexpr,  # rows past qo_indptr[batch] are padding too
     BY_ITEM: tl.constexpr,  # a merge per item; else one per boundary between two programs of the plan
@@ -166,6 +170,8 @@ def finish_kernel(
         row_tiles = tl.load(work + WORK_ROW_TILES)
     full_tiles, front_tiles, tail_tiles, tree_tiles = kv_tiles(prefix, begin, full, nodes, BLOCK_N, RANGED, PART)
     item_tiles = full_tiles + front_tiles + tail_tiles + tree_tiles
+    if SPLIT > 0:
+        item_tiles = tl.cdiv(item_tiles, SPLIT)
     if BY_ITEM:
         lane = tl.where(lanes > 1, row_tile, 0)
         start += tl.where(lanes > 1, kv_head, item) * item_tiles
@@ -173,8 +179,12 @@ def finish_kernel(
     else:
         # the first boundary inside an item is the one that merges it
         mine = (tl.load(work + WORK_TILE) > 0) & (start >= place - share) & (tl.load(work + WORK_LEFT) > 0)
-    first = lane * lane_programs + start // share
-    last = lane * lane_programs + (start + item_tiles - 1) // share
+    if SPLIT > 0:
+        first = start
+        last = start + item_tiles - 1
+    else:
+        first = lane * lane_programs + start // share
+        last = lane * lane_programs + (start + item_tiles - 1) // share
     # every program waits, also those with nothing to do: what follows in the stream must find attention done
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -185,7 +195,7 @@ def finish_kernel(
         valid = (local < tile_rows) & (rows < tl.minimum(nodes, total_q - first_row) * GROUP)
         if tl.max(valid.to(tl.int32), 0) > 0:
             acc, row_max, row_sum = merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid,
-                                                BLOCK_M, HEAD_DIM_V, BLOCK_V, CHUNK_PARTS)  # fmt: skip
+                                                BLOCK_M, HEAD_DIM_V, BLOCK_V, CHUNK_PARTS, SPLIT > 0)  # fmt: skip
             acc, lse2 = normalise(acc, row_max, row_sum)
             if SINKS != 0:
                 acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)

@@ -28,6 +28,7 @@ PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan
 PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of four warps; a wider batch takes sixteen
 ZERO_ROWS = 8  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
+INVARIANT_ROWS, INVARIANT_PARTS = 2, 8  # rows and parts of a merge in batch-invariant mode
 MERGE_ELEMENTS = 4096  # of partials that the one warp of a finish program has in flight: 128 registers of a thread
 POSITIONS = 4096  # of nodes that a program of the plan looks at together
 PARTS = {"all": 0, "prefix": 1, "tree": 2}
@@ -103,6 +104,11 @@ def is_ranged(step: Step) -> bool:
     return step.window_left >= 0 or step.part == "tree"
 
 
+def split_of(step: Step) -> int:
+    """KV tiles of a split in batch-invariant mode, else 0."""
+    return step.config.split_tiles if step.batch_invariant else 0
+
+
 def launch_plan(step: Step) -> None:
     """Make the plan of a step, on the current stream."""
     launch = step.launches.get("plan")
@@ -138,7 +144,7 @@ def plan_launch(step: Step) -> Launch:
         "batch": layout.batch,
         "max_pages": kv.width,
         "num_programs": step.num_programs,
-        "min_share": config.min_share,
+        "min_share": 1 if step.batch_invariant else config.min_share,
         "window_left": window_of(step),
         "KV_CAPACITY_CODE": int(Status.KV_CAPACITY),
         "WORK_CODE": int(Status.WORK),
@@ -153,6 +159,7 @@ def plan_launch(step: Step) -> Launch:
         "WINDOW": step.window_left >= 0,
         "PART": PARTS[step.part],
         "RANGED": is_ranged(step),
+        "SPLIT": split_of(step),
         "BLOCK_B": block_b,
         "BLOCK_P": block_p,
         "COLUMNS": max(1, min(16, POSITIONS // block_b)),
@@ -208,6 +215,7 @@ class LayerLaunch:
             "HAS_LSE": lse is not None,
             "PART": PARTS[step.part],
             "RANGED": is_ranged(step),
+            "SPLIT": split_of(step),
             "SINKS": 0 if scoring.sinks is None else 1 + scoring.sinks_in_lse,
             "BLOCK_V": padded(step.head_dim_v),
             "BLOCK_M": config.block_m,
@@ -337,13 +345,15 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
     """Arguments of the finish kernel, and its programs: merges of items or of boundaries, then padding."""
     layout, config = step.layout, step.config
     items_a_request = triton.cdiv(layout.max_q_len * step.group, config.block_m) * step.num_kv_heads
-    by_item = layout.batch * items_a_request < step.num_programs
+    by_item = step.batch_invariant or layout.batch * items_a_request < step.num_programs
     merges = layout.batch * items_a_request if by_item else step.num_programs - 1
     tile_rows = min(config.block_m, layout.max_q_len * step.group)
     chunk_rows = 1 if merges * tile_rows <= FEW_MERGES else 4
     chunks = triton.cdiv(tile_rows, chunk_rows)
     # an item that is cut evenly has so many parts, and its ends two more; between boundaries two are usual
     parts = 2 + (triton.cdiv(step.num_programs, max(merges, 1)) if by_item else 0)
+    if step.batch_invariant:  # nor may the order of sums depend on a capacity
+        chunk_rows, chunks, parts = INVARIANT_ROWS, triton.cdiv(tile_rows, INVARIANT_ROWS), INVARIANT_PARTS
     parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (padded(step.head_dim_v) * chunk_rows), 1))
     arguments = {
         "item_start_ptr": step.buffers.item_start,

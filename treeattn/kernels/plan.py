@@ -13,6 +13,9 @@ Where every request has the same number of row tiles, each row tile has a line o
 of the programs. Programs of the same place in their lanes then walk the same keys at the same time, and what one of
 them brings from memory the others find in L2.
 
+In batch-invariant mode the line is one of *splits*: a fixed number of tiles of one item, counted from its first. None
+is cut, and each has a partial of its own, so that a row's sums do not depend on what else there is.
+
 Outputs (int32):
 
 ``work [num_programs, 16]``
@@ -48,6 +51,7 @@ WORK_ZERO = tl.constexpr(10)  # always 0: see attention_kernel
 WORK_LANE = tl.constexpr(11)  # the row tile that this program keeps to; -1 where there is one line for all
 WORK_FIRST = tl.constexpr(12)
 WORK_FULL = tl.constexpr(13)
+WORK_PLACE = tl.constexpr(14)  # on the line
 SPAN_FIELDS = tl.constexpr(4)
 SPAN_PREFIX = tl.constexpr(0)
 SPAN_FIRST = tl.constexpr(1)
@@ -130,6 +134,7 @@ def plan_kernel(
     WINDOW: tl.constexpr,
     PART: tl.constexpr,
     RANGED: tl.constexpr,  # not every row sees the prefix from its beginning
+    SPLIT: tl.constexpr,  # tiles of a split in batch-invariant mode, else 0
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
     COLUMNS: tl.constexpr,  # rows of each request that are looked at together for their positions
@@ -169,6 +174,9 @@ def plan_kernel(
     item_tiles = full_tiles + front_tiles + tail_tiles + tree_tiles
     # rows without a key are padding: nothing would write them
     nodes = tl.where(item_tiles > 0, nodes, 0)
+    if SPLIT > 0:
+        # the line is one of splits, which are never cut
+        item_tiles = tl.cdiv(item_tiles, SPLIT)
     row_tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     # the line is int32: 2^31 tiles are days of work, so a longer one is a mistake in the lengths
     wide_total = tl.sum((row_tiles * KV_HEADS).to(tl.int64) * item_tiles, 0)
@@ -179,6 +187,8 @@ def plan_kernel(
     alike = tl.min(tl.where(row_tiles > 0, row_tiles, lanes), 0) == lanes
     # lanes take the same number of programs each: not if that leaves more than a sixteenth of them idle
     alike = alike & (lanes > 1) & (num_programs // tl.maximum(lanes, 1) * lanes * 16 >= num_programs * 15)
+    if SPLIT > 0:
+        alike = alike & (lanes < 0)
     lanes = tl.where(alike, lanes, 1)
     lane_programs = num_programs // lanes
     on_line = tl.where(lanes > 1, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
@@ -217,6 +227,7 @@ def plan_kernel(
     tl.store(row + WORK_FIRST_ROW, tl.load(qo_indptr_ptr + request, mask=live, other=0), mask=live)
     tl.store(row + WORK_ROW_TILES, my_row_tiles, mask=live)
     tl.store(row + WORK_ZERO, p * 0, mask=live)
+    tl.store(row + WORK_PLACE, start, mask=live)
     tl.store(row + WORK_TILE_ROWS, tl.cdiv(my_nodes * GROUP, my_row_tiles), mask=live)
 
     if tl.program_id(0) == 0:

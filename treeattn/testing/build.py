@@ -252,6 +252,7 @@ def rebuild(
         seed=seed,
         name=f"{case.name} rebuilt",
     )
+    other = dataclasses.replace(other, sinks=case.sinks, k_scale=case.k_scale, v_scale=case.v_scale)
     q = other.q.clone()
     for index, b in enumerate(chosen):
         rows = case.q[case.starts[b] : case.starts[b] + case.nodes[b]]

@@ -82,6 +82,7 @@ class Options:
     part : {"all", "prefix", "tree"}
     logits_soft_cap : float
     sinks, sinks_in_lse : bool
+    batch_invariant : bool
     """
 
     head_dim_v: int | None = None
@@ -94,6 +95,7 @@ class Options:
     logits_soft_cap: float = 0.0
     sinks: bool = False
     sinks_in_lse: bool = False
+    batch_invariant: bool = False
 
 
 def poison_(tensor: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:

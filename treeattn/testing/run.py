@@ -43,6 +43,7 @@ def group_of(case: Case) -> dict[str, Any]:
         "shared_kv": options.shared_kv,
         "window_left": options.window_left,
         "part": options.part,
+        "batch_invariant": options.batch_invariant,
     }
 
 
