@@ -62,8 +62,10 @@ def call_of(case: Case) -> dict[str, Any]:
 def _guards(case: Case, rows: int, seed: int) -> tuple[Guarded, Guarded]:
     owned = case.starts[-1]
     shape = (rows, case.num_qo_heads, case.head_dim_v)
-    out = Guarded(shape, case.dtype, case.device, gap=(0, case.head_dim_v)[seed % 2], own_rows=owned)
-    lse = Guarded(shape[:2], torch.float32, case.device, transposed=bool(seed // 2 % 2), own_rows=owned)
+    kind = case.placement.out
+    gaps, transposed = (seed % 2, seed // 2 % 2) if kind == "any" else (kind == "gaps", kind == "transposed")
+    out = Guarded(shape, case.dtype, case.device, gap=gaps * case.head_dim_v, own_rows=owned)
+    lse = Guarded(shape[:2], torch.float32, case.device, transposed=bool(transposed), own_rows=owned)
     return out, lse
 
 
@@ -246,6 +248,8 @@ def previous_of(case: Case, seed: int) -> Case:
         kv_layout=place.kv_layout,
         cache=place.cache,
         poison="noise",
+        out=place.out,
+        sm_scale=case.sm_scale,
         options=case.options,
     )
 
