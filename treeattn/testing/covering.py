@@ -52,14 +52,14 @@ def covering_rows(
     count: int,
     seed: int,
     fewest: int = 1,
-    only: str | None = None,
+    only: Sequence[str] | None = None,
 ) -> list[Row]:
     """`count` legal rows in which each legal pair occurs, and each value `fewest` times or more.
 
     Parameters
     ----------
-    only : str, optional
-        Name of an axis: just the pairs with it need occur.
+    only : sequence of str, optional
+        Names of axes: just the pairs with one of them need occur.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def covering_rows(
     """
     rng = random.Random(seed)
     pairs = legal_pairs(axes, illegal)
-    missing = {frozenset(pair) for pair in pairs if only is None or only in (pair[0][0], pair[1][0])}
+    missing = {frozenset(pair) for pair in pairs if only is None or {pair[0][0], pair[1][0]} & set(only)}
     shares = {(axis.name, value): share / sum(axis.shares.values()) for axis in axes
               for value, share in axis.shares.items()}  # fmt: skip
     used: Counter[Value] = Counter()

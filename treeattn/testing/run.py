@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treeattn.capabilities import Asked
+from treeattn.geometry import Geometry
+
 from .build import random_case
 from .cases import Case
 from .guard import Guarded
 from .tolerance import Verdict, judge
 from .truth import Truth
 
-__all__ = ["PATHS", "Result", "StaticRun", "check_case", "group_of", "run_plain", "run_static"]
+__all__ = ["PATHS", "Result", "StaticRun", "asked_of", "check_case", "group_of", "run_plain", "run_static"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ def group_of(case: Case) -> dict[str, Any]:
         "window_left": options.window_left,
         "part": options.part,
     }
+
+
+def asked_of(case: Case) -> Asked:
+    """What the case asks of a backend."""
+    options = case.options
+    return Asked(Geometry.of(**group_of(case)), "kv_start" in case.kv_args, options.logits_soft_cap, options.sinks)
 
 
 def call_of(case: Case) -> dict[str, Any]:

@@ -10,7 +10,7 @@ rest of a case (trees, lengths, widths, page order, numbers) is drawn from its s
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -57,21 +57,21 @@ BATCH = (
 """What one batch is: masks and what they are made from, ragged rows, padding, empty requests, rows behind the last."""
 
 AXES = (*KERNEL, *BATCH)
-KERNELS, FLOAT64, BATCHES = 80, 8, 24
-"""Rows of the pools; `FLOAT64` of the kernels are for that dtype."""
+OPTION_AXES = ("kv_dtype", "scales", "values", "window", "soft_cap", "sinks", "part")
+"""Axes of kernels whose first value asks for nothing that a backend may lack."""
+KERNELS, FLOAT64, BARE, BATCHES = 80, 8, 12, 24
+"""Rows of the pools; `FLOAT64` of the kernels are for that dtype, `BARE` of them have no option."""
 FEWEST_KERNELS, FEWEST_BATCHES = 6, 3
 """Rows that each value has at least: 6 kernels of 80 are 144 cases of 2000."""
 
-_V_OF_ITS_OWN = "K and V of unlike sizes, or V inside K, do not share a page"
+_NO_SHARED_PAGE = "K and V of unlike sizes, or V inside K, do not share a page"
 _CHAIN = "a chain is a uniform batch without a tree: TreeLayout.chain takes no padding"
 _RAGGED = "rows behind the last request need offsets: a uniform batch has none"
 _FORMS: tuple[tuple[str, Sequence[tuple[Value, Value]]], ...] = (
     ("scales are for an FP8 cache", [(("kv_dtype", "same"), ("scales", one)) for one in ("float", "tensor", "heads")]),
     ("token slots [slots, heads, dim] have no page axis to order", [(("cache", "flat"), ("layout", "HND"))]),
-    (
-        _V_OF_ITS_OWN,
-        [(("values", one), ("cache", kind)) for one in ("head_dim_v", "shared_kv") for kind in ("interleaved", "packed")],
-    ),
+    (_NO_SHARED_PAGE, [(("values", "head_dim_v"), ("cache", kind)) for kind in ("interleaved", "packed")]),
+    (_NO_SHARED_PAGE, [(("values", "shared_kv"), ("cache", kind)) for kind in ("interleaved", "packed")]),
     ("V inside K has K's strides", [(("values", "shared_kv"), ("cache", "unlike"))]),
     (_CHAIN, [(("mask", "chain"), pair) for pair in (("widths", "ragged"), ("padding", "yes"), ("empties", "yes"))]),
     (_RAGGED, [(("tail", "yes"), ("widths", "uniform"))]),
@@ -123,14 +123,20 @@ class Draw:
 
 @cache
 def kernels() -> list[dict[str, str]]:
-    """The pool of kernels. Those of float64 come on top: a backend without it shall miss no pair of the others."""
-    few = {"float64": KERNEL[0].shares["float64"]}
-    most = {name: share for name, share in KERNEL[0].shares.items() if name not in few}
-    rows = []
-    for shares, count, fewest, only in ((most, KERNELS - FLOAT64, FEWEST_KERNELS, None), (few, FLOAT64, 1, "dtype")):
-        axes = (Axis("dtype", shares), *KERNEL[1:])
-        rows += covering_rows(axes, ILLEGAL, count, seed=0, fewest=fewest, only=only)
-    return rows
+    """The pool of kernels.
+
+    Those of float64 come on top, so that a backend without it misses no pair of the others; and those without any
+    option, so that one without options still runs every kind of address, and a fault in them is not hidden.
+    """
+    of_dtype, *others = KERNEL
+    few = {"float64": of_dtype.shares["float64"]}
+    usual = Axis("dtype", {name: share for name, share in of_dtype.shares.items() if name not in few})
+    bare = [Axis(axis.name, {next(iter(axis.shares)): 1}) if axis.name in OPTION_AXES else axis for axis in others]
+    return [
+        *covering_rows((usual, *others), ILLEGAL, KERNELS - FLOAT64 - BARE, seed=0, fewest=FEWEST_KERNELS),
+        *covering_rows((Axis("dtype", few), *others), ILLEGAL, FLOAT64, seed=0, only=("dtype",)),
+        *covering_rows((usual, *bare), ILLEGAL, BARE, seed=0, only=()),
+    ]
 
 
 @cache
@@ -238,7 +244,7 @@ def _widths(chosen: Mapping[str, str], most: int, rng: random.Random) -> tuple[l
         if len(set(widths)) == 1:
             widths[0] = most - 1
         if batch > 2 and rng.random() < 0.3:
-            widths[widths.index(min(widths))] = 0
+            widths[1 + widths[1:].index(min(widths[1:]))] = 0
     nodes = list(widths)
     if padded:
         nodes = [rng.randint(1, one) if one and rng.random() < 0.7 else one for one in widths]
@@ -246,10 +252,10 @@ def _widths(chosen: Mapping[str, str], most: int, rng: random.Random) -> tuple[l
             widest = widths.index(max(widths))
             nodes[widest] = rng.randint(1, widths[widest] - 1)
     if empties:
-        live = nodes.index(max(nodes))
-        for request in range(batch):
-            if request != live and (rng.random() < 0.4 or request == (live + 1) % batch):
-                nodes[request] = 0
+        kept = rng.choice([b for b in range(batch) if widths[b] and (not padded or nodes[b] < widths[b])])
+        rest = [b for b in range(batch) if b != kept and widths[b]]
+        for b in {rng.choice(rest), *(b for b in rest if rng.random() < 0.4)}:
+            nodes[b] = 0
     return widths, nodes
 
 
