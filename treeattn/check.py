@@ -31,6 +31,8 @@ MOST_JOBS = 14
 """Processes on a GPU: each holds about 0.5 GiB of it for its context."""
 MOST_CRASHES = 50
 """After so many the check gives up: something is wrong with the machine, and each costs a new process."""
+SLOW = (("triton", "cpu"), ("reference", "cuda"))
+"""The interpreter, and a loop over nodes that launches a dozen kernels each: their random cases are small ones."""
 ADVERSARIAL_TASK = 6
 PROGRESS_S = 2
 
@@ -143,7 +145,7 @@ def _case_of(item: Item) -> Any:
     device = torch.device(item.device)
     if item.adversarial:
         return adversarial_case(item.name, dtype=item.dtype or torch.float32, device=device)
-    scale = "small" if item.backend == "triton" and device.type == "cpu" else "normal"
+    scale = "small" if (item.backend, device.type) in SLOW else "normal"
     return sweep_case(int(item.name), dtype=item.dtype, device=device, scale=scale)
 
 
