@@ -12,7 +12,7 @@
 # Each stage prints its seconds and exit status; the script fails if one did. Peers: PEERS=folder that holds fa3/.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-: "${OUT:=benchmarks/results}" "${REV:=$(git rev-parse HEAD 2>/dev/null || echo unknown)}" "${CASES:=60}"
+: "${OUT:=benchmarks/results}" "${REV:=$(git rev-parse HEAD 2>/dev/null || echo unknown)}" "${CASES:=160}"
 export PYTHONPATH="$PWD${PEERS:+:$PEERS/fa3}" PYTHONUNBUFFERED=1 TREEATTN_GIT_REV="$REV"
 failed=0
 

@@ -1,10 +1,10 @@
-"""Write the table of measured times into README.md from the benchmark's own JSON: no number is typed by hand.
+"""Write two tables into README.md, so that none is typed by hand: measured times, and what each backend covers.
 
-    python benchmarks/readme_table.py            # rewrite the table
-    python benchmarks/readme_table.py --check    # exit status 1 if the table is not what the results say
+    python benchmarks/readme_table.py            # rewrite the tables
+    python benchmarks/readme_table.py --check    # exit status 1 if a table is not what the results or the code say
 
-Reads benchmarks/results/h200-gqa.json. Where a provider was measured at several page sizes, its best one
-counts: ours and the peers' alike.
+Times come from benchmarks/results/h200-gqa.json. Where a provider was measured at several page sizes, its best one
+counts: ours and the peers' alike. What the backends cover comes from treeattn.capabilities.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from treeattn.bench.targets import GQA_TARGETS
+from treeattn.capabilities import support_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/h200-gqa.json"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
+BEGIN, END = TIMES = "<!-- table:begin -->", "<!-- table:end -->"
+SUPPORT = "<!-- support:begin -->", "<!-- support:end -->"
 
 OURS, CHAIN = "treeattn_triton", "fa3_causal"
 GEOMETRY = ("batch", "q_len", "prefix", "qo_heads", "kv_heads")
@@ -112,13 +114,14 @@ def table_of(path: Path) -> str:
     return NO_RESULTS
 
 
-def insert(readme: str, table: str) -> str:
+def insert(readme: str, table: str, marks: tuple[str, str] = TIMES) -> str:
     """Replace what stands between the two marks in `readme`."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README must hold {BEGIN} and {END} once each")
-    head, rest = readme.split(BEGIN)
-    _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
+    begin, end = marks
+    if readme.count(begin) != 1 or readme.count(end) != 1:
+        raise ValueError(f"README must hold {begin} and {end} once each")
+    head, rest = readme.split(begin)
+    _, tail = rest.split(end)
+    return f"{head}{begin}\n{table}\n{end}{tail}"
 
 
 def main() -> int:
@@ -129,7 +132,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if out of date")
     options = parser.parse_args()
     before = options.readme.read_text()
-    after = insert(before, table_of(options.results))
+    after = insert(insert(before, table_of(options.results)), support_table(), SUPPORT)
     if options.check:
         return int(before != after)
     options.readme.write_text(after)

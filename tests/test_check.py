@@ -204,3 +204,32 @@ def test_dumps_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no prefix_lens"):
         judge_dump({"q": case.q})
     assert all(text for text in DUMP_KEYS.values())
+
+
+def test_two_processes_find_what_one_finds() -> None:
+    """Counts and verdicts; a case that raises is a failure and the others go on."""
+    one = run_check("cpu", ["torch"], cases=24, dtype=torch.float16, jobs=1)
+    two = run_check("cpu", ["torch"], cases=24, dtype=torch.float16, jobs=2)
+    assert one.ok
+    assert two.ok, two.failures
+    assert (two.runs, two.worst_ratio, two.paths) == (one.runs, one.worst_ratio, one.paths)
+    assert two.ran == one.ran
+    assert two.drawn == one.drawn
+
+
+def test_a_case_that_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **more: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("treeattn.torch_backend.tree_attention_torch", broken)
+    report = run_check("cpu", ["torch"], cases=3, dtype=torch.float32)
+    assert len(report.failures) >= 3
+    assert "RuntimeError: out of luck (" in report.failures[-1]
+    assert report.failures[-1].endswith("--backend torch --dtype float32 --case 2")
+    report = run_check("cpu", ["torch"], cases=100, dtype=torch.float32)
+    assert f"gave up after 50 crashes, {50 + len(ADVERSARIAL)} cases were not run" in report.failures[-1]
+
+
+def test_an_injected_fault_is_caught_in_nearly_every_case() -> None:
+    report = run_check("cpu", ["torch"], cases=80, dtype=torch.float32, inject_fault=True)
+    assert report.caught > 0.9 * (80 + len(ADVERSARIAL))

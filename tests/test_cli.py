@@ -77,9 +77,31 @@ def test_check(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "injected fault caught" in text
     assert "WRONG torch mask bits: request" in text
+    assert "--inject-fault" in text.split("repeat: ")[1].splitlines()[0]
     assert run("check", "--case", "nothing") == 2
     assert run("check", "--list") == 0
     assert "word-stride" in capsys.readouterr().out
+
+
+def test_check_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "counts.json"
+    common = ("check", "--backend", "torch", "--quiet", "--cases", "12", "--seed", "5")
+    assert run(*common, "--pairs", "--json", str(path)) == 0
+    text = capsys.readouterr().out
+    assert "options of 12 random cases from seed 5:" in text
+    assert "not legal together:" in text
+    assert "kv_dtype=same + scales=heads" in text
+    assert "path static: " in text
+    found = json.loads(path.read_text())
+    assert found["ok"]
+    assert found["failures"] == []
+    assert found["drawn"] == found["backends"]["torch"]["ran"]
+    for axis in ("window", "mask", "kv_dtype"):
+        assert sum(count for name, count in found["drawn"]["options"].items() if name.split("=")[0] == axis) == 12
+    assert "window=window + soft_cap=cap" in found["drawn"]["pairs"]
+    assert run(*common) == 0
+    assert "not legal together:" not in capsys.readouterr().out
+    assert run(*common, "--json", str(tmp_path / "absent" / "counts.json")) == 2
 
 
 def test_check_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +148,7 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("check --device foo", "'foo' is no device; take cpu, cuda or cuda:N"),
         ("check --cases -1", "-1 is too small, must be 0 or more"),
+        ("check --jobs 0", "0 is too small, must be 1 or more"),
         ("info --q-len 0", "0 is too small, must be 1 or more"),
         ("info --arch 5", "5 is too small, must be 80 or more"),
         ("bench --device cuda:x", "'cuda:x' is no device"),

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from treeattn.capabilities import support_table
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -85,6 +87,10 @@ def test_table_goes_between_the_marks_and_nowhere_else(readme_table: ModuleType)
 
 def test_table_of_this_readme_is_what_the_results_say(readme_table: ModuleType) -> None:
     assert readme_table.insert(README, readme_table.table_of(readme_table.RESULTS)) == README
+
+
+def test_support_matrix_of_this_readme_is_what_the_code_says(readme_table: ModuleType) -> None:
+    assert readme_table.insert(README, support_table(), readme_table.SUPPORT) == README
 
 
 def test_table_comes_from_the_file_and_says_when_there_is_none(readme_table: ModuleType, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .capabilities import Asked, refusal
 from .kv import cache_strides
 from .plan import CheckedCall, Step
 from .scoring import Scale, Scoring, call_kind, check_scoring
@@ -178,6 +179,8 @@ def tree_attention(
     ------
     TypeError, ValueError
         If a dtype or shape disagrees with the step, or what validation found; nothing has been written then.
+    NotImplementedError
+        If the step's backend has no soft cap or no sinks; the message names one that has.
     RuntimeError
         If the step was planned with validation and the stream is being captured.
     """
@@ -206,6 +209,12 @@ def tree_attention(
         strides = _check_call(q, k_cache, v_cache, step, k_tree, v_tree, out, lse)
         checked = step.checked[key] = CheckedCall(strides)
     scoring = check_scoring(step, q.device, sm_scale, logits_soft_cap, sinks, k_scale, v_scale, sinks_in_lse)
+    kind = (scoring.logits_soft_cap != 0, scoring.sinks is not None)
+    if any(kind) and kind not in step.scored:
+        asked = Asked(step, step.kv.kv_start is not None, scoring.logits_soft_cap, scoring.sinks is not None)
+        if (words := refusal(step.backend, q.device.type, asked)) is not None:
+            raise NotImplementedError(words)
+        step.scored.add(kind)
     if step.validate:
         validate_call(step, q.shape[0], k_cache, fresh=k_tree is not None)
     if out is None:

@@ -8,11 +8,10 @@ from functools import cache
 
 import torch
 
+from .capabilities import Asked, refusal
 from .config import KernelConfig
-from .geometry import Geometry
 
 BACKENDS = ("reference", "torch", "triton")
-_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETER_PROGRAMS = 6  # few, since each costs 10 ms there; items are cut, and 2, 3 and 6 row tiles make lanes
 
 
@@ -40,7 +39,7 @@ def _triton_reason(device_type: str) -> str | None:
     return None
 
 
-def resolve(backend: str, device: torch.device, geometry: Geometry) -> str:
+def resolve(backend: str, device: torch.device, asked: Asked) -> str:
     """Name of the backend to use.
 
     Raises
@@ -48,30 +47,17 @@ def resolve(backend: str, device: torch.device, geometry: Geometry) -> str:
     ValueError
         For a name that is no backend.
     NotImplementedError
-        If the named backend cannot do this; "auto" never raises it on a CPU.
+        If the backend cannot do what is asked (:mod:`treeattn.capabilities`); "auto" never raises it on a CPU.
     """
     name = backend
     if backend == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
-    if name == "triton":
-        reason = _triton_reason(device.type) or _triton_lacks(device, geometry)
-        if reason is not None:
-            raise NotImplementedError(f"backend 'triton' cannot do this: {reason}; backend='torch' can")
+    reason = _triton_reason(device.type) if name == "triton" else None
+    if (words := refusal(name, device.type, asked, reason)) is not None:
+        raise NotImplementedError(words)
     return name
-
-
-def _triton_lacks(device: torch.device, geometry: Geometry) -> str | None:
-    """What of a geometry the Triton backend does not cover, or None."""
-    if geometry.dtype not in _TRITON_DTYPES:
-        return f"it computes float16, bfloat16 and float32, not {geometry.dtype}"
-    main = geometry.head_dim_v if geometry.shared_kv else geometry.head_dim
-    if max(main, geometry.head_dim_v) > (512 if geometry.shared_kv else 256):
-        return f"it covers head_dim up to 256 (512 where K and V are shared), got {main}"
-    if device.type == "cpu" and geometry.dtype == torch.bfloat16:
-        return "Triton's interpreter computes bfloat16 products wrongly"
-    return None
 
 
 @cache

@@ -11,10 +11,15 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .check import CheckReport
 
 __all__ = ["main"]
 
 OK, WRONG, USAGE = 0, 1, 2
+PAIRS_FROM = 1000  # cases from which every pair of options is printed unasked
 
 EPILOG = """\
 examples:
@@ -27,17 +32,27 @@ exit status: 0 all right, 1 something is wrong, 2 the command line or a file can
 """
 
 CHECK_HELP = """\
-Random and adversarial verify steps (ragged batches, padding, shuffled pages, odd head dims, memory poisoned with NaN
-and Inf, guard regions) run plainly and through StaticBuffers, and are compared with attention in float64. The budget of
-an error is twice what plain PyTorch makes in the same dtype plus a few eps; a ratio above 1 is wrong. Every line about
-a case ends with the command that repeats it.
+Random and adversarial verify steps run plainly and through StaticBuffers, between guard regions and poison (NaN, Inf),
+and are compared with attention in float64. The budget of an error is twice what plain PyTorch makes in the same dtype
+plus a few eps; a ratio above 1 is wrong. Every line about a case ends with the command that repeats it.
+
+A random case draws one value of every option from its seed: dtype, FP8 cache and scales, V of other dims or inside K
+(MLA), window, windowed cache, soft cap, sinks, prefix or tree alone, where the nodes' K and V are, page size, CSR or
+block table, index dtype, NHD or HND, strides, sign of the scale, masks and their form, ragged rows, padding, empty
+requests. In any 2000 seeds each option occurs 100 times and each legal pair of options 10 times or more; the counts are
+printed (--pairs, --json). What a backend does not cover it must refuse with NotImplementedError: such cases are counted
+apart. What its table (README, "What runs where") has it must not refuse.
+
+Cases that share compiled kernels run in one process, and --jobs processes share them: a GPU's time goes to compiling. A
+process that dies or hangs is a failure, and the others go on.
 
 examples:
   treeattn check                                  all backends that work on the CPU, 100 random cases each
-  treeattn check --device cuda --backend triton --cases 1000 --seed 7
-  treeattn check --case 123 --dtype float16       one random case again
+  treeattn check --device cuda --cases 2000       the whole sweep; minutes on 16 cores
+  treeattn check --cases 2000 --backend torch --jobs 2 --json counts.json
+  treeattn check --case 123                       one random case again
   treeattn check --case word-stride               one adversarial case (--list names them)
-  treeattn check --inject-fault                   flip one mask bit a case: must end with exit status 1
+  treeattn check --inject-fault                   one wrong mask bit a case: must end with exit status 1
   treeattn check --dump mine.pt                   what is wrong in tensors from your own integration
 
 A dump is a dict saved with torch.save, with these keys (* = one of a choice, see the text):
@@ -119,8 +134,13 @@ def _check(args: argparse.Namespace) -> int:
         dtype=getattr(torch, args.dtype) if args.dtype else None,
         inject_fault=args.inject_fault,
         fail_fast=args.fail_fast,
+        jobs=args.jobs,
         progress=None if args.quiet else _progress,
     )
+    _say_counts(report, args.seed, args.cases >= PAIRS_FROM if args.pairs is None else args.pairs)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        _say(f"written: {args.json}")
     for failure in report.failures[: args.show]:
         _say(f"WRONG {failure}")
     if len(report.failures) > args.show:
@@ -128,15 +148,42 @@ def _check(args: argparse.Namespace) -> int:
     if report.worst and report.ok:
         _say(f"worst: {report.worst}")
     verdict = "all right" if report.ok else f"{len(report.failures)} wrong"
+    if not report.runs:
+        verdict = "nothing ran"
     took = f"{report.runs} runs on {args.device} in {report.seconds:.1f} s"
     _say(f"{took}, worst error / budget {report.worst_ratio:.2f}: {verdict}")
     if args.inject_fault:
         _say(
-            "injected fault caught, as it must be"
+            f"injected fault caught, as it must be (in {report.caught} cases)"
             if report.failures
             else "injected fault NOT caught: this check is blind"
         )
     return OK if report.ok else WRONG
+
+
+def _say_counts(report: CheckReport, seed: int, pairs: bool) -> None:
+    """How often each option occurred, and what was refused."""
+    counts = report.drawn
+    if counts is not None:
+        _say(f"options of {counts.cases} random cases from seed {seed}:")
+        _say("\n".join(counts.option_lines()))
+        rarest = ", ".join(f"{name} ({count})" for count, name in counts.rarest_pairs(3))
+        _say(f"pairs of options: {len(counts.pairs)} of {len(counts.legal)} legal ones; rarest: {rarest}")
+        if pairs:
+            _say("\n".join(counts.pair_lines()))
+            _say("not legal together:")
+            _say("\n".join(counts.illegal_lines()))
+    for backend, refused in report.refused.items():
+        ran = report.ran[backend]
+        if not refused:
+            continue
+        _say(f"{backend} does not cover, and refused, {sum(refused.values())} cases:")
+        _say("\n".join(f"  {count:5} {reason}" for reason, count in refused.most_common()))
+        if counts is not None:
+            _say(f"options of the {ran.cases} random cases that {backend} ran:")
+            _say("\n".join(ran.option_lines()))
+    for path, runs in report.paths.items():
+        _say(f"path {path}: {runs} runs")
 
 
 def _check_dump(path: str) -> int:
@@ -284,22 +331,31 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
     check.add_argument(
         "--backend", action="append", help="reference, torch or triton; repeatable; default: all that work"
     )
-    check.add_argument(
-        "--cases", type=_at_least(0), default=100, help="random cases per backend and dtype (default 100)"
-    )
+    check.add_argument("--cases", type=_at_least(0), default=100, help="random cases per backend (default 100)")
     check.add_argument("--seed", type=int, default=0, help="seed of the first random case; the next has seed + 1")
     check.add_argument("--case", metavar="SEED|NAME", help="only this case")
     check.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: all that the backend computes"
+        "--dtype",
+        choices=("float32", "float16", "bfloat16", "float64"),
+        help="only this one; default: what each seed draws, and all but float64 for the adversarial cases",
     )
     check.add_argument("--dump", metavar="FILE", help="judge tensors saved with torch.save instead")
     check.add_argument(
-        "--inject-fault", action="store_true", help="flip one mask bit, to see the check fail (exit status 1)"
+        "--inject-fault", action="store_true", help="one wrong mask bit a case, to see the check fail (exit status 1)"
     )
     check.add_argument("--fail-fast", action="store_true", help="stop at the first wrong run")
     check.add_argument(
         "--show", type=_at_least(0), default=10, metavar="N", help="print at most N wrong runs (default 10)"
     )
+    check.add_argument(
+        "--jobs", type=_at_least(1), metavar="N", help="processes; default: the cores up to 14 on a GPU, 1 on a CPU"
+    )
+    check.add_argument(
+        "--pairs",
+        action=argparse.BooleanOptionalAction,
+        help=f"print the count of every legal pair of options (default from {PAIRS_FROM} cases on)",
+    )
+    check.add_argument("--json", metavar="FILE", help="write counts, refusals and failures")
     check.add_argument("--list", action="store_true", help="name the adversarial cases")
     check.add_argument("--quiet", action="store_true", help="no progress on stderr")
     check.set_defaults(run=_check)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import backends
+from .capabilities import Asked
 from .config import KernelConfig, select_config
 from .geometry import Geometry, Part
 from .kv import KVLayout, PagedKV
@@ -125,6 +126,7 @@ class Step(Geometry):
     validate: bool = False
     checked: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
     launches: dict[str, Any] = field(default_factory=dict, repr=False)
+    scored: set[tuple[bool, bool]] = field(default_factory=set, repr=False)  # soft cap, sinks: known to be covered
     handle: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -281,7 +283,8 @@ def prepare_step(
         raise ValueError(f"the layout has {layout.batch} requests, the KV addresses cover {kv.batch}")
     if kv.tree_slots is not None and kv.tree_slots.shape[0] < layout.total_q:
         raise ValueError(f"tree_slots has {kv.tree_slots.shape[0]} entries, the layout has {layout.total_q} query rows")
-    name = backends.resolve(backend, layout.device, geometry)
+    asked = Asked(geometry, windowed_cache=kv.kv_start is not None)
+    name = backends.resolve(backend, layout.device, asked)
     programs, buffers = 0, None
     if name == "triton":
         config = config or select_config(

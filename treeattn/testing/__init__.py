@@ -12,6 +12,7 @@ from .cases import Case, Options, Placement
 from .exact import expected_weights, probe, seen_by, wrong_weight
 from .guard import Guarded
 from .run import Result, StaticRun, check_case, previous_of, run_plain, run_static
+from .sweep import sweep_case
 from .tolerance import Verdict, judge
 from .trees import T4, draw_tree, relabel
 from .truth import Truth, plain, truth
@@ -19,5 +20,5 @@ from .truth import Truth, plain, truth
 __all__ = [
     "T4", "Case", "Guarded", "Options", "Placement", "Result", "StaticRun", "Truth", "Verdict", "build_case",
     "check_case", "draw_tree", "expected_weights", "judge", "plain", "previous_of", "probe", "random_case", "rebuild",
-    "relabel", "run_plain", "run_static", "seen_by", "truth", "wrong_weight",
+    "relabel", "run_plain", "run_static", "seen_by", "sweep_case", "truth", "wrong_weight",
 ]  # fmt: skip

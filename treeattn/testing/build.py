@@ -13,7 +13,7 @@ from torch import Tensor
 from .cases import Case, Options, Placement, poison_, scale_of, scatter_, tree_mask_of
 from .trees import ancestors_or_self, draw_tree
 
-__all__ = ["build_case", "random_case", "rebuild"]
+__all__ = ["build_case", "draw_prefix", "random_case", "rebuild"]
 
 GROUPS = (1, 1, 2, 3, 4, 4, 5, 6, 8, 12)
 HEAD_DIMS = (16, 32, 64, 64, 80, 96, 128, 128, 192, 256, 40, 72)
@@ -429,7 +429,8 @@ def random_case(
         ``"small"`` keeps shapes that Triton's interpreter can afford.
     **pins
         Values that replace a draw while every other draw stays: any of batch, group, num_kv_heads, head_dim, uniform,
-        max_width, max_prefix, tree_kind, padding, empties, source, sharpness, options, or a field of `Placement`.
+        max_width, max_prefix, tree_kind, padding, empties, source, sharpness, sm_scale, tail, options, or a field of
+        `Placement`.
 
     Returns
     -------
@@ -469,6 +470,7 @@ def random_case(
         extra_pages=draw("extra_pages", (0, 2, 9)),
         num_pages=pins.get("num_pages"),
         strided_q=draw("strided_q", (False, False, True)),
+        out=pins.get("out", "any"),
     )
     if placement.cache == "flat" and placement.kv_layout == "HND":
         placement = dataclasses.replace(placement, kv_layout="NHD")
@@ -481,7 +483,7 @@ def random_case(
     nodes = [rng.randint(1, w) if padding and w and rng.random() < 0.7 else w for w in widths]
     if empties:
         nodes = [0 if rng.random() < 0.25 else n for n in nodes]
-    prefixes = [_draw_prefix(rng, max_prefix, page, w) for w in widths]
+    prefixes = [draw_prefix(rng, max_prefix, page, w) for w in widths]
     parents = [draw_tree("chain" if source == "chain" else tree_kind, n, rng) for n in nodes]
     masks = None
     if source == "general":
@@ -501,7 +503,7 @@ def random_case(
         max_q_len=width + 5 if source == "parents" and rng.random() < 0.3 else None,
         tail=tail,
         sharpness=draw("sharpness", (1.0, 1.0, 4.0)),
-        sm_scale=rng.choice((None, None, None, 0.3, -0.2)),
+        sm_scale=draw("sm_scale", (None, None, None, 0.3, -0.2)),
         options=pins.get("options"),
         seed=seed,
     )
@@ -509,11 +511,11 @@ def random_case(
 
 _PINS = (
     "batch", "group", "num_kv_heads", "head_dim", "uniform", "max_width", "max_prefix", "tree_kind", "padding",
-    "empties", "source", "sharpness", "tail", "options",
+    "empties", "source", "sharpness", "sm_scale", "tail", "options",
 )  # fmt: skip
 
 
-def _draw_prefix(rng: random.Random, longest: int, page: int, width: int) -> int:
+def draw_prefix(rng: random.Random, longest: int, page: int, width: int) -> int:
     """A length up to `longest`, often at a page boundary or a few tokens off it."""
     length = rng.randint(0, longest)
     kind = rng.randrange(6)

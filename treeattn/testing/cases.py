@@ -47,6 +47,9 @@ class Placement:
         Pool size; None means as many as needed.
     strided_q : bool
         q, `k_tree` and `v_tree` are slices of wider tensors, each with strides of its own.
+    out : {"any", "dense", "gaps", "transposed"}
+        Strides of the caller's out and lse: out with gaps between rows, or lse with its heads apart; "any" goes by the
+        case's size.
     """
 
     page_size: int = 1
@@ -60,6 +63,7 @@ class Placement:
     extra_pages: int = 2
     num_pages: int | None = None
     strided_q: bool = False
+    out: str = "any"
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treeattn.capabilities import Asked
+from treeattn.geometry import Geometry
+
 from .build import random_case
 from .cases import Case
 from .guard import Guarded
 from .tolerance import Verdict, judge
 from .truth import Truth
 
-__all__ = ["PATHS", "Result", "StaticRun", "check_case", "group_of", "run_plain", "run_static"]
+__all__ = ["PATHS", "Result", "StaticRun", "asked_of", "check_case", "group_of", "run_plain", "run_static"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,12 @@ def group_of(case: Case) -> dict[str, Any]:
     }
 
 
+def asked_of(case: Case) -> Asked:
+    """What the case asks of a backend."""
+    options = case.options
+    return Asked(Geometry.of(**group_of(case)), "kv_start" in case.kv_args, options.logits_soft_cap, options.sinks)
+
+
 def call_of(case: Case) -> dict[str, Any]:
     """Arguments of `treeattn.tree_attention` beside its tensors and its step."""
     options = case.options
@@ -63,8 +72,10 @@ def call_of(case: Case) -> dict[str, Any]:
 def _guards(case: Case, rows: int, seed: int) -> tuple[Guarded, Guarded]:
     owned = case.starts[-1]
     shape = (rows, case.num_qo_heads, case.head_dim_v)
-    out = Guarded(shape, case.dtype, case.device, gap=(0, case.head_dim_v)[seed % 2], own_rows=owned)
-    lse = Guarded(shape[:2], torch.float32, case.device, transposed=bool(seed // 2 % 2), own_rows=owned)
+    kind = case.placement.out
+    gaps, transposed = (seed % 2, seed // 2 % 2) if kind == "any" else (kind == "gaps", kind == "transposed")
+    out = Guarded(shape, case.dtype, case.device, gap=gaps * case.head_dim_v, own_rows=owned)
+    lse = Guarded(shape[:2], torch.float32, case.device, transposed=bool(transposed), own_rows=owned)
     return out, lse
 
 
@@ -247,6 +258,8 @@ def previous_of(case: Case, seed: int) -> Case:
         kv_layout=place.kv_layout,
         cache=place.cache,
         poison="noise",
+        out=place.out,
+        sm_scale=case.sm_scale,
         options=case.options,
     )
 
