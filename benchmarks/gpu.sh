@@ -4,16 +4,20 @@
 #   REV=$(git rev-parse HEAD) OUT=benchmarks/results bash benchmarks/gpu.sh bench tests sanitize check demo
 #
 # bench     treeattn bench gqa step -> h200-gqa.json (FlashAttention-3 beside it where flash_attn_interface imports)
+# mla       treeattn bench mla -> h200-mla.json (FlashMLA beside it where flash_mla imports)
+# fp8       treeattn bench fp8 -> h200-fp8.json, each shape with a bf16 and an e4m3 cache
+# kimi      treeattn bench kimi -> h200-kimi.json, the attention of a verify step of Kimi K2.6 on one GPU of eight
 # tests     the test suite on the GPU -> gpu-tests.json
 # sanitize  compute-sanitizer memcheck on a small run of each kernel
 # check     random and adversarial cases against float64
 # demo      draft trees through a CUDA graph: float32 exact, bfloat16 with the first divergence, and without a graph
 #
-# Each stage prints its seconds and exit status; the script fails if one did. Peers: PEERS=folder that holds fa3/.
+# Each stage prints its seconds and exit status; the script fails if one did. Peers: PEERS=folder that holds fa3/ and
+# flash_mla_pkg/.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 : "${OUT:=benchmarks/results}" "${REV:=$(git rev-parse HEAD 2>/dev/null || echo unknown)}" "${CASES:=160}"
-export PYTHONPATH="$PWD${PEERS:+:$PEERS/fa3}" PYTHONUNBUFFERED=1 TREEATTN_GIT_REV="$REV"
+export PYTHONPATH="$PWD${PEERS:+:$PEERS/fa3:$PEERS/flash_mla_pkg}" PYTHONUNBUFFERED=1 TREEATTN_GIT_REV="$REV"
 failed=0
 
 stage() {
@@ -29,6 +33,11 @@ stage() {
 for name in "${@:-bench}"; do
   case $name in
     bench) stage bench python3 -m treeattn bench gqa step --out "$OUT/h200-gqa.json" ;;
+    mla | kimi)
+      stage "$name" python3 -m treeattn bench "$name" --providers treeattn_triton flashmla_causal \
+        --out "$OUT/h200-$name.json"
+      ;;
+    fp8) stage fp8 python3 -m treeattn bench fp8 --providers treeattn_triton --out "$OUT/h200-fp8.json" ;;
     tests) stage tests python3 benchmarks/gpu_tests.py --git-rev "$REV" --out "$OUT" ;;
     sanitize)
       stage sanitize env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

@@ -3,8 +3,9 @@
     python benchmarks/readme_table.py            # rewrite the tables
     python benchmarks/readme_table.py --check    # exit status 1 if a table is not what the results or the code say
 
-Times come from benchmarks/results/h200-gqa.json. Where a provider was measured at several page sizes, its best one
-counts: ours and the peers' alike. What the backends cover comes from treeattn.capabilities.
+Times come from benchmarks/results/h200-gqa.json, and h200-mla.json beside it if it is there. Where a provider was
+measured at several page sizes, its best one counts: ours and the peers' alike. What the backends cover comes from
+treeattn.capabilities.
 """
 
 from __future__ import annotations
@@ -15,23 +16,45 @@ import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from treeattn.bench.targets import GQA_TARGETS
+from treeattn.bench.targets import GQA_TARGETS, MLA_TARGETS, Target
 from treeattn.capabilities import support_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/h200-gqa.json"
+MLA_FILE = "h200-mla.json"
 README = ROOT / "README.md"
 BEGIN, END = TIMES = "<!-- table:begin -->", "<!-- table:end -->"
 SUPPORT = "<!-- support:begin -->", "<!-- support:end -->"
 
-OURS, CHAIN = "treeattn_triton", "fa3_causal"
+OURS = "treeattn_triton"
 GEOMETRY = ("batch", "q_len", "prefix", "qo_heads", "kv_heads")
-HEADER = (
-    "batch", "q_len", "prefix", "heads", "floor", "treeattn", "share of floor", "FA3 causal chain", "best other tree",
+PEER_NAMES = {
+    "fi_xqa_mask_p64": "FlashInfer XQA", "fa3_cascade_p64": "FA3 cascade", "sglang_extend_tree": "SGLang Triton",
+}  # fmt: skip
+
+
+class Family(NamedTuple):
+    """What one table is about: its rows of a result, its chain, its targets and its words."""
+
+    kind: str
+    chain: str
+    chain_header: str
+    chain_name: str
+    targets: tuple[Target, ...]
+    shape: str
+    tree_peers: str
+
+
+GQA = Family(
+    "gqa", "fa3_causal", "FA3 causal chain", "FlashAttention-3", GQA_TARGETS, "head dim 128",
+    "of SGLang's Triton and FA3 cascade paths, FlashInfer's custom mask and XQA",
 )  # fmt: skip
-PEER_NAMES = {"fi_xqa_mask_p64": "FlashInfer XQA", "fa3_cascade_p64": "FA3 cascade"}
+MLA = Family(
+    "mla", "flashmla_causal", "FlashMLA causal chain", "FlashMLA", MLA_TARGETS, "MLA with latent rows of 576, V 512",
+    "SGLang's Triton path",
+)  # fmt: skip
 
 NO_RESULTS = (
     "No run of `treeattn bench gqa` is committed yet; what single configurations took on an H200 while they were\n"
@@ -41,11 +64,11 @@ NO_RESULTS = (
 Geometry = tuple[int, ...]
 
 
-def best_times(rows: Iterable[dict[str, Any]]) -> dict[Geometry, dict[str, dict[str, Any]]]:
+def best_times(rows: Iterable[dict[str, Any]], kind: str = "gqa") -> dict[Geometry, dict[str, dict[str, Any]]]:
     """Find the fastest row of each provider for each geometry, in the order of the file."""
     best: dict[Geometry, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        if row["kind"] != "gqa" or row["kv_dtype"] not in ("bf16", "bfloat16"):
+        if row["kind"] != kind or row["kv_dtype"] not in ("bf16", "bfloat16"):
             continue
         providers = best.setdefault(tuple(row[key] for key in GEOMETRY), {})
         kept = providers.get(row["provider"])
@@ -64,17 +87,23 @@ def table_row(cells: Iterable[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def render(results: dict[str, Any]) -> str:
-    """Render the table and the sentences under it, in Markdown."""
-    times = {geometry: found for geometry, found in best_times(results["rows"]).items() if OURS in found}
+def render(results: dict[str, Any], family: Family = GQA) -> str:
+    """Render the table of a family and the sentences under it, in Markdown."""
+    found_times = best_times(results["rows"], family.kind)
+    times = {geometry: found for geometry, found in found_times.items() if OURS in found}
     if not times:
-        raise ValueError(f"no bf16 GQA row of provider {OURS!r} among {len(results['rows'])} rows")
-    lines = [table_row(HEADER), table_row("--:" for _ in HEADER)]
-    elsewhere = {target[:5]: target for target in GQA_TARGETS}
+        rows = f"{len(results['rows'])} rows"
+        raise ValueError(f"no bf16 {family.kind.upper()} row of provider {OURS!r} among {rows}")
+    header = (
+        "batch", "q_len", "prefix", "heads", "floor", "treeattn", "share of floor", family.chain_header,
+        "best other tree",
+    )  # fmt: skip
+    lines = [table_row(header), table_row("--:" for _ in header)]
+    elsewhere = {target[:5]: target for target in family.targets}
     ratios, tree_ratios = [], []
     for (batch, q_len, prefix, qo_heads, kv_heads), providers in times.items():
         us, floor = providers[OURS]["us"], providers[OURS]["floor_us"]
-        chain = providers[CHAIN]["us"] if CHAIN in providers else None
+        chain = providers[family.chain]["us"] if family.chain in providers else None
         ratios += [us / chain] if chain else []
         target = elsewhere.get((batch, q_len, prefix, qo_heads, kv_heads))
         peer_cell = ""
@@ -88,30 +117,29 @@ def render(results: dict[str, Any]) -> str:
     env = results["env"]
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton") if name in env)
     note = (
-        f"Microseconds a call on {env['gpu']} ({versions}): bf16, head dim 128, median of graph replays over "
+        f"Microseconds a call on {env['gpu']} ({versions}): bf16, {family.shape}, median of graph replays over "
         "rotating copies of the cache, the best page size of each provider."
     )
     if ratios:
         mean, low, high = geometric_mean(ratios), min(ratios), max(ratios)
         note += (
-            f" Against FlashAttention-3's causal chain, which takes no tree, a tree costs {mean:.2f}x "
+            f" Against {family.chain_name}'s causal chain, which takes no tree, a tree costs {mean:.2f}x "
             f"in geometric mean over {len(ratios)} rows ({low:.2f}x to {high:.2f}x)."
         )
     if tree_ratios:
-        mean, high = geometric_mean(tree_ratios), max(tree_ratios)
+        mean, high, scale = geometric_mean(tree_ratios), max(tree_ratios), family.chain_header.split()[0]
         note += (
-            " The best other tree kernel of each row (of SGLang's Triton and FA3 cascade paths, FlashInfer's custom "
-            "mask and XQA) was measured in another run and is scaled by FA3's time in this one; against it a tree "
-            f"costs {mean:.2f}x ({high:.2f}x at worst)."
+            f" The best other tree kernel of each row ({family.tree_peers}) was measured in another run and is scaled "
+            f"by {scale}'s time in this one; against it a tree costs {mean:.2f}x ({high:.2f}x at worst)."
         )
     return "\n".join([*lines, "", note])
 
 
 def table_of(path: Path) -> str:
-    """Render the results at `path`; where none are committed yet, say so."""
-    if path.exists():
-        return render(json.loads(path.read_text()))
-    return NO_RESULTS
+    """Render the results at `path`, and those of MLA beside it if there are any; where none are committed, say so."""
+    text = render(json.loads(path.read_text())) if path.exists() else NO_RESULTS
+    mla = path.with_name(MLA_FILE)
+    return f"{text}\n\n{render(json.loads(mla.read_text()), MLA)}" if mla.exists() else text
 
 
 def insert(readme: str, table: str, marks: tuple[str, str] = TIMES) -> str:

@@ -1,9 +1,11 @@
 """Time configurations of the Triton kernels that are not (yet) what ``select_config`` returns.
 
     PYTHONPATH=. python benchmarks/tune.py --configs 128n64w8s3p1 64n64w4s3p2 64n32w4s4p2 --out tune.json
+    PYTHONPATH=. python benchmarks/tune.py --sets mla --configs 64n64w8s2p1 64n32w8s2p1 --out tune-mla.json
 
 A configuration is written ``<block_m>n<block_n>w<warps>s<stages>p<programs per SM>[m<share>][x<cap>]``;
-``m`` is the fewest KV tiles of a program, ``x`` caps a thread's registers. Every one passes the benchmark's gate on
+``m`` is the fewest KV tiles of a program, ``x`` caps a thread's registers; the padded head dim follows from the
+workload. Every one passes the benchmark's gate on
 the inputs that are timed. Kernels are compiled beforehand in a pool of processes, and the peers of ``treeattn bench``
 stand beside them.
 """
@@ -24,38 +26,46 @@ import torch
 
 from treeattn.bench.gate import gate
 from treeattn.bench.inputs import COLD_BYTES, Inputs
-from treeattn.bench.providers import PROVIDERS, tree_calls, unavailable
+from treeattn.bench.providers import CHAINS, PROVIDERS, tree_calls, unavailable
 from treeattn.bench.run import environment
 from treeattn.bench.timing import time_graph
 from treeattn.bench.workloads import Workload, load_workloads
-from treeattn.config import KernelConfig, next_power_of_2
+from treeattn.config import KernelConfig, select_config
 
 PATTERN = re.compile(r"(\d+)n(\d+)w(\d+)s(\d+)p(\d+)(?:m(\d+))?(?:x(\d+))?$")
 
 
-def parse_config(text: str, head_dim: int) -> KernelConfig:
-    """Read a configuration as written in the module's docstring."""
+def parse_config(text: str, work: Workload) -> KernelConfig:
+    """Read a configuration for a workload as written in the module's docstring."""
     found = PATTERN.match(text)
     if found is None:
         raise ValueError(f"{text!r} is not written as the docstring of benchmarks/tune.py says")
     block_m, block_n, warps, stages, programs, share, registers = found.groups()
-    return KernelConfig(
-        block_m=int(block_m), block_n=int(block_n),
-        block_d=max(16, next_power_of_2(head_dim)), num_warps=int(warps), num_stages=int(stages),
-        programs_per_sm=int(programs), min_share=int(share or 2), reason="tuning",
-        max_registers=int(registers or 0),
+    # block_d is the geometry's, whatever the chip: with shared_kv what lies behind V is padded apart
+    usual = select_config(
+        90, getattr(torch, work.dtype), work.group, work.head_dim, work.q_len, head_dim_v=work.dim_v,
+        shared_kv=work.shared_kv, kv_dtype=getattr(torch, work.cache_dtype),
+    )  # fmt: skip
+    return replace(
+        usual, block_m=int(block_m), block_n=int(block_n), num_warps=int(warps), num_stages=int(stages),
+        programs_per_sm=int(programs), min_share=int(share or 2), reason="tuning", max_registers=int(registers or 0),
     )  # fmt: skip
 
 
+def small(work: Workload) -> Workload:
+    """The least workload that needs the same kernels: one request of the largest width, a short prefix."""
+    return replace(work, kind="compile", batch=1, prefix=256, prefixes=None, q_lens=None, layers=1)
+
+
 def compile_ahead(job: tuple[Workload, str]) -> str | None:
-    """Compile a configuration on a small workload of the same geometry; says what went wrong."""
+    """Compile a configuration on a small workload; says what went wrong."""
     work, text = job
     try:
-        inputs = Inputs(replace(work, batch=1, prefix=256), torch.device("cuda"), cold_bytes=0)
-        tree_calls(inputs, "triton", parse_config(text, work.head_dim)).calls[0]()
+        inputs = Inputs(work, torch.device("cuda"), cold_bytes=0)
+        tree_calls(inputs, "triton", parse_config(text, work)).calls[0]()
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{text}: {type(error).__name__}: {str(error)[:300]}"
+        return f"{text} on {work.name()}: {type(error).__name__}: {str(error)[:300]}"
     return None
 
 
@@ -69,7 +79,7 @@ def measure(work: Workload, configs: list[str], peers: list[str]) -> dict[str, A
             times[name] = min(time_graph(variant.calls).us for variant in variants)
     for text in configs:
         try:
-            calls = tree_calls(inputs, "triton", parse_config(text, work.head_dim))
+            calls = tree_calls(inputs, "triton", parse_config(text, work))
             gate(text, inputs, calls)
             times[text] = time_graph(calls.calls).us
         except Exception as error:
@@ -89,14 +99,14 @@ def main() -> int:
     works = works if args.rows is None else [works[index] for index in args.rows]
     for work in works:
         for text in args.configs:
-            parse_config(text, work.head_dim)
-    jobs = {(w.qo_heads, w.kv_heads, w.head_dim, w.q_len, text): (w, text) for w in works for text in args.configs}
+            parse_config(text, work)
+    jobs = dict.fromkeys((small(work), text) for work in works for text in args.configs)
     with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:
-        for problem in pool.map(compile_ahead, jobs.values()):
+        for problem in pool.map(compile_ahead, jobs):
             if problem:
                 print(problem, file=sys.stderr)
     device = torch.device("cuda")
-    peers = [name for name in ("fa3_causal",) if unavailable(name, device) is None]
+    peers = [name for name in CHAINS if unavailable(name, device, works) is None]
     rows = []
     for work in works:
         rows.append(measure(work, args.configs, peers))

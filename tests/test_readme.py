@@ -100,6 +100,20 @@ def test_table_comes_from_the_file_and_says_when_there_is_none(readme_table: Mod
     assert readme_table.table_of(path) == readme_table.render(results())
 
 
+def test_results_of_mla_beside_it_give_a_second_table(readme_table: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "h200-gqa.json"
+    path.write_text(json.dumps(results()))
+    geometry = {"kind": "mla", "batch": 1, "q_len": 17, "prefix": 16384, "qo_heads": 8, "kv_heads": 1}
+    base = {**geometry, "page_size": 64, "kv_dtype": "bfloat16", "floor_us": 6.2}
+    rows = [{**base, "provider": "treeattn_triton", "us": 20.0}, {**base, "provider": "flashmla_causal", "us": 28.8}]
+    (tmp_path / "h200-mla.json").write_text(json.dumps({"env": results()["env"], "rows": rows}))
+    first, second = readme_table.table_of(path).split("\n\n| batch")
+    assert first == readme_table.render(results())
+    assert "FlashMLA causal chain" in second
+    assert "| 1 | 17 | 16384 | 8/1 | 6.2 | 20.0 | 31% | 28.8 | 2276.9 (SGLang Triton) |" in second
+    assert "Against FlashMLA's causal chain, which takes no tree, a tree costs 0.69x" in second
+
+
 def test_table_of_nothing_is_refused(readme_table: ModuleType) -> None:
     with pytest.raises(ValueError, match="no bf16 GQA row"):
         readme_table.render({"env": {}, "rows": []})

@@ -223,7 +223,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError("torch sees no CUDA device; --device cpu runs the set 'small' to show how it works")
     on_gpu = device.type == "cuda"
     sets = words or ([] if args.file else ["gqa" if on_gpu else "small"])
-    usual = ["treeattn_triton", "fa3_causal"] if on_gpu else ["treeattn_torch", "sdpa"]
+    usual = ["treeattn_triton", "fa3_causal", "flashmla_causal"] if on_gpu else ["treeattn_torch", "sdpa"]
     providers = args.providers or usual
     if unknown := [name for name in providers if name not in PROVIDERS]:
         raise ValueError(f"no provider {', '.join(unknown)}; there are {', '.join(PROVIDERS)}")
@@ -364,15 +364,16 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw: Formatter) -> None:
     bench = commands.add_parser(
         "bench",
-        help="time named workloads against their floor and FlashAttention-3",
-        description=BENCH_HELP.format(sets="gqa, ragged, pages, shapes, step, small"),
+        help="time named workloads against their floor, FlashAttention-3 and FlashMLA",
+        description=BENCH_HELP.format(sets="gqa, mla, fp8, kimi, ragged, pages, shapes, step, small"),
         formatter_class=raw,
     )
     bench.add_argument(
         "words", nargs="*", metavar="SET", help="workload sets, or compare OLD NEW, or plot RESULT [PICTURE]"
     )
     bench.add_argument("--providers", nargs="+", metavar="NAME",
-                       help="treeattn_triton, treeattn_torch, treeattn_reference, sdpa, fa3_causal")  # fmt: skip
+                       help="treeattn_triton, treeattn_torch, treeattn_reference, sdpa, fa3_causal, "
+                            "flashmla_causal")  # fmt: skip
     bench.add_argument("--device", type=_device, help="cuda where there is one, else cpu")
     bench.add_argument("--file", metavar="JSON", help="your own workloads")
     bench.add_argument("--page-size", type=_at_least(1), help="for all workloads, instead of each set's own")

@@ -16,6 +16,8 @@ from treeattn.bench.workloads import Workload
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 BASE = Workload("gpu", 2, 17, 300, 8, 2)
+MLA = dataclasses.replace(BASE, kv_heads=1, head_dim=576, head_dim_v=512, shared_kv=True)
+PROVIDERS_HERE = ("treeattn_triton", "sdpa", "fa3_causal", "flashmla_causal")
 
 
 @pytest.mark.parametrize(
@@ -27,11 +29,13 @@ BASE = Workload("gpu", 2, 17, 300, 8, 2)
         dataclasses.replace(BASE, prefixes=(31, 700), q_lens=(17, 4)),
         dataclasses.replace(BASE, nodes=9),
         dataclasses.replace(BASE, head_dim=64, dtype="float16"),
+        MLA,
+        dataclasses.replace(BASE, kv_dtype="float8_e4m3fn"),
     ],
     ids=lambda work: work.name(),
 )
 def test_every_provider_passes_the_gate(work: Workload) -> None:
-    here = [name for name in ("treeattn_triton", "sdpa", "fa3_causal") if unavailable(name, CUDA) is None]
+    here = [name for name in PROVIDERS_HERE if unavailable(name, CUDA, [work]) is None]
     result = run_workloads([work], here, CUDA, cold_bytes=4e6)
     assert "treeattn_triton" in {row["provider"] for row in result["rows"]}
     for row in result["rows"]:

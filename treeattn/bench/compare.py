@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .report import geomean, shape_key
+from .workloads import options_text
 
 __all__ = ["compare_results", "load_result"]
 
@@ -46,9 +47,9 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, floa
         if apart:
             worst = max(worst, ratio)
         verdict = ("slower" if ratio > 1 else "faster") if apart else "within the spread"
-        heads = f"{a['qo_heads']}/{a['kv_heads']}"
+        heads = f"{a['qo_heads']}/{a['kv_heads']}{options_text(a)}"
         shape = f"{a['kind']} ({a['batch']}, {a['q_len']}, {a['prefix']}, {heads}) page {a['page_size']}"
-        lines.append(f"{shape:48} {a['provider']:18} {a['us']:9.2f} -> {b['us']:9.2f}  x{ratio:.3f}  {verdict}")
+        lines.append(f"{shape:54} {a['provider']:18} {a['us']:9.2f} -> {b['us']:9.2f}  x{ratio:.3f}  {verdict}")
     if shared:
         lines.append(f"geomean of {len(shared)} rows: x{geomean(ratios):.3f}")
     only = len(before) + len(after) - 2 * len(shared)

@@ -1,6 +1,7 @@
 """No number without a right answer: compare a provider's output with float64 on the very inputs that are timed.
 
-Sampled requests and KV heads keep it under a second on a GPU; the whole output has to be written and finite.
+An FP8 cache counts as what its bytes stand for: their rounding is not the provider's. Sampled requests and KV heads
+keep it under a second on a GPU; the whole output has to be written and finite.
 """
 
 from __future__ import annotations
@@ -26,35 +27,34 @@ class GateError(RuntimeError):
 def _keys(
     inputs: Inputs, paged: Paged | None, pool: Tensor, caches: list[Tensor] | None, request: int, head: int
 ) -> Tensor:
-    """`[prefix + q_len, head_dim]` of the first copy."""
+    """float64 `[prefix + q_len, head_dim]` of the first copy, an FP8 cache's scale not yet applied."""
+    # FP8 has no indexing: its bytes have
+    held = torch.uint8 if inputs.workload.fp8 else inputs.kv_dtype
     length = inputs.lengths[request]
     if paged is None or caches is None:
         start = sum(inputs.blocks[:request]) * 128
-        return pool[0, start : start + length, head]
+        return pool[0, start : start + length, head].double()
     positions = torch.arange(length, device=inputs.device)
     pages = paged.table[request, positions // paged.page_size].long()
     offsets = positions % paged.page_size
-    if paged.kv_layout == "HND":
-        return caches[0][pages, head, offsets]
-    return caches[0][pages, offsets, head]
+    cache = caches[0].view(held)
+    found = cache[pages, head, offsets] if paged.kv_layout == "HND" else cache[pages, offsets, head]
+    return found.view(inputs.kv_dtype).double()
 
 
 def _reference(inputs: Inputs, calls: Calls, request: int, head: int) -> Tensor:
-    """float64 `[q_len, group, head_dim]` of one request and KV head."""
+    """float64 `[q_len, group, head_dim_v]` of one request and KV head."""
     work = inputs.workload
     rows = slice(inputs.starts[request], inputs.starts[request + 1])
-    group = work.qo_heads // work.kv_heads
+    group = work.group
     q = inputs.q[rows, head * group : (head + 1) * group].double()
     paged = calls.paged
-    k = _keys(inputs, paged, inputs.pool_k, paged.k if paged else None, request, head).double()
-    v = _keys(inputs, paged, inputs.pool_v, paged.v if paged else None, request, head).double()
-    q_len, prefix = q.shape[0], work.all_prefixes[request]
-    seen = torch.ones(q_len, k.shape[0], dtype=torch.bool, device=inputs.device)
-    if calls.mask == "causal":
-        seen[:, prefix:] = torch.ones(q_len, q_len, dtype=torch.bool, device=inputs.device).tril()
-    else:
-        seen[:, prefix:] = inputs.tree_rows(request)
-    scores = torch.einsum("ihd,kd->ihk", q, k) * work.head_dim**-0.5
+    k = _keys(inputs, paged, inputs.pool_k, paged.k if paged else None, request, head)
+    v = _keys(inputs, paged, inputs.pool_v, paged.v if paged else None, request, head)
+    if inputs.k_scale is not None and inputs.v_scale is not None:
+        k, v = k * inputs.k_scale.double(), v * inputs.v_scale.double()
+    seen = inputs.visible(request, calls.mask)
+    scores = torch.einsum("ihd,kd->ihk", q, k) * inputs.sm_scale
     out = torch.softmax(scores.masked_fill(~seen[:, None], float("-inf")), dim=2) @ v
     out[work.all_nodes[request] :] = 0
     return out
@@ -82,7 +82,7 @@ def gate(name: str, inputs: Inputs, calls: Calls) -> float:
         raise GateError(f"{name} on {work.name()}: out[{row}, {head}, {dim}] is {float(out[row, head, dim])}")
     requests = sorted({0, work.batch // 2, work.batch - 1})
     heads = sorted({0, work.kv_heads - 1})
-    group = work.qo_heads // work.kv_heads
+    group = work.group
     error = norm = 0.0
     worst = (0.0, "")
     for request in requests:

@@ -15,11 +15,18 @@ __all__ = ["Inputs", "Paged"]
 
 LARGEST_PAGE = 128
 COLD_BYTES = 256e6
+MOST_BYTES = 48e9
+"""Of all copies: with a window a call reads so little of a copy that cold ones would not fit."""
+FP8_SCALES = 0.24, 0.27
+"""Of K and V: no powers of two, so that a scale applied twice or not at all shows."""
 
 
 @dataclass(frozen=True)
 class Paged:
-    """K and V copies under one page size: `k[i]`, `v[i]` are caches, `table [batch, width]` the shuffled pages."""
+    """K and V copies under one page size: `k[i]`, `v[i]` are caches, `table [batch, width]` the shuffled pages.
+
+    Where V is a part of K, `v[i]` is a view of `k[i]`.
+    """
 
     k: list[Tensor]
     v: list[Tensor]
@@ -37,11 +44,24 @@ class Inputs:
     device : torch.device
     cold_bytes : float
         K and V copies rotate over at least this much memory, so that a call finds nothing of its own in L2.
+
+    Attributes
+    ----------
+    q : Tensor
+        `[total_q, qo_heads, head_dim]`.
+    pool_k, pool_v : Tensor
+        `[copies, slots, kv_heads, head_dim]` and `head_dim_v`; `pool_v` is a view of `pool_k` with ``shared_kv``.
+    k_scale, v_scale : Tensor or None
+        float32 `[1]`, for FP8 caches; with ``shared_kv`` both are the one of K.
+    sm_scale : float
+        ``head_dim ** -0.5``, for MLA too: the scores of random inputs then have a variance of 1.
     """
 
     def __init__(self, workload: Workload, device: torch.device, cold_bytes: float = COLD_BYTES, seed: int = 0) -> None:
         self.workload, self.device = workload, device
         self.dtype: torch.dtype = getattr(torch, workload.dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, workload.cache_dtype)
+        self.sm_scale = workload.head_dim**-0.5
         self.generator = torch.Generator(device).manual_seed(seed)
         work = workload
         self.prefix_lens = torch.tensor(work.all_prefixes, dtype=torch.int32, device=device)
@@ -55,13 +75,31 @@ class Inputs:
         self.q = self._normal(work.total_q, work.qo_heads, work.head_dim)
         self.lengths = [p + q for p, q in zip(work.all_prefixes, work.all_q_lens, strict=True)]
         self.blocks = [-(-length // LARGEST_PAGE) for length in self.lengths]
-        self.copies = max(1, math.ceil(cold_bytes / max(work.kv_bytes, 1)))
         slots = sum(self.blocks) * LARGEST_PAGE
-        self.pool_k = self._normal(self.copies, slots, work.kv_heads, work.head_dim)
-        self.pool_v = self._normal(self.copies, slots, work.kv_heads, work.head_dim)
+        numbers = work.head_dim if work.shared_kv else work.head_dim + work.dim_v
+        most = int(MOST_BYTES / max(slots * work.kv_heads * numbers * self.kv_dtype.itemsize, 1))
+        self.copies = max(1, min(math.ceil(cold_bytes / max(work.kv_bytes, 1)), most))
+        self.k_scale = self.v_scale = None
+        if work.fp8:
+            self.k_scale, self.v_scale = (torch.full((1,), scale, device=device) for scale in FP8_SCALES)
+        self.pool_k = self._cache(slots, work.head_dim)
+        if work.shared_kv:
+            self.pool_v, self.v_scale = self.pool_k[..., : work.dim_v], self.k_scale
+        else:
+            self.pool_v = self._cache(slots, work.dim_v)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(generator=self.generator)
+
+    def _cache(self, slots: int, dim: int) -> Tensor:
+        """`[copies, slots, kv_heads, dim]`; FP8 with a deviation of 4, well inside what either format holds."""
+        shape = (slots, self.workload.kv_heads, dim)
+        if not self.workload.fp8:
+            return self._normal(self.copies, *shape)
+        pool = torch.empty((self.copies, *shape), dtype=self.kv_dtype, device=self.device)
+        for copy in pool:
+            copy.copy_(self._normal(*shape).mul_(4))
+        return pool
 
     def _trees(self) -> Tensor:
         """Flat `[total_q]`; each node's parent is among the 8 before it."""
@@ -99,8 +137,12 @@ class Inputs:
             first += count
         axes = (work.kv_heads, page_size) if kv_layout == "HND" else (page_size, work.kv_heads)
         shape = (pages, *axes, work.head_dim)
-        caches = [[copy.view(shape) for copy in pool] for pool in (self.pool_k, self.pool_v)]
-        return Paged(caches[0], caches[1], table, page_size, kv_layout)
+        k = [copy.view(shape) for copy in self.pool_k]
+        if work.shared_kv:
+            v = [copy[..., : work.dim_v] for copy in k]
+        else:
+            v = [copy.view(*shape[:-1], work.dim_v) for copy in self.pool_v]
+        return Paged(k, v, table, page_size, kv_layout)
 
     def tree_rows(self, request: int) -> Tensor:
         """Bool `[q_len, q_len]` on the device: ancestors or self, real rows only."""
@@ -113,3 +155,17 @@ class Inputs:
                 seen[row] = seen[parents[row]]
             seen[row, row] = True
         return seen.to(self.device)
+
+    def visible(self, request: int, mask: str = "tree") -> Tensor:
+        """Bool `[q_len, prefix + q_len]`: what each row sees under the mask "tree" or "causal", window included."""
+        prefix, q_len = self.workload.all_prefixes[request], self.workload.all_q_lens[request]
+        if mask == "causal":
+            own = torch.ones(q_len, q_len, dtype=torch.bool, device=self.device).tril()
+        else:
+            own = self.tree_rows(request)
+        seen = torch.cat([torch.ones(q_len, prefix, dtype=torch.bool, device=self.device), own], dim=1)
+        if self.workload.window_left >= 0:
+            positions = prefix + own.sum(dim=1) - 1
+            keys = torch.cat([torch.arange(prefix, device=self.device), positions])
+            seen &= keys >= positions[:, None] - self.workload.window_left
+        return seen

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .report import shape_key
+from .workloads import options_text
 
 __all__ = ["plot_result"]
 
@@ -84,4 +85,5 @@ def _page(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def _label(rows: list[dict[str, Any]], shape: tuple[Any, str]) -> str:
     row = next(row for row in rows if shape_key(row) == shape[0])
-    return f"b{row['batch']} q{row['q_len']} p{row['prefix']} {row['qo_heads']}/{row['kv_heads']}{shape[1]}"
+    heads = f"{row['qo_heads']}/{row['kv_heads']}{options_text(row)}"
+    return f"b{row['batch']} q{row['q_len']} p{row['prefix']} {heads}{shape[1]}"

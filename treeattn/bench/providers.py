@@ -1,13 +1,14 @@
 """Who computes: each provider turns the inputs of a workload into calls over rotating copies of K and V.
 
 A provider makes everything that a serving step makes once (layout, plan, scheduler metadata) before the calls; a call
-is what a layer does. `fa3_causal` takes no tree: it is what a causal chain of the same size costs.
+is what a layer does. `fa3_causal` and `flashmla_causal` take no tree: they are what a causal chain of the same size
+costs.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,12 @@ from torch import Tensor
 
 from ..config import KernelConfig
 from .inputs import Inputs, Paged
+from .workloads import Workload
 
-__all__ = ["PROVIDERS", "Calls", "tree_calls", "unavailable"]
+__all__ = ["CHAINS", "PROVIDERS", "Calls", "tree_calls", "unavailable", "unsuited"]
+
+CHAINS = ("fa3_causal", "flashmla_causal")
+"""Providers that compute a causal chain of the same size, of GQA and of MLA."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Calls:
     Attributes
     ----------
     calls : list of callable
-        One per copy of K and V; each returns its out `[total_q, heads, head_dim]`.
+        One per copy of K and V; each returns its out `[total_q, heads, head_dim_v]`.
     mask : {"tree", "causal"}
         What the gate has to compare with.
     paged : Paged or None
@@ -67,9 +72,33 @@ def group_args(inputs: Inputs) -> dict[str, Any]:
         "num_qo_heads": work.qo_heads,
         "num_kv_heads": work.kv_heads,
         "head_dim": work.head_dim,
+        "head_dim_v": work.dim_v,
         "dtype": inputs.dtype,
+        "kv_dtype": inputs.kv_dtype,
         "kv_layout": work.kv_layout,
+        "shared_kv": work.shared_kv,
+        "window_left": work.window_left,
     }
+
+
+def empty_out(inputs: Inputs) -> Tensor:
+    """An out for `tree_attention`, `[total_q, heads, head_dim_v]`."""
+    return inputs.q.new_empty(inputs.workload.total_q, inputs.workload.qo_heads, inputs.workload.dim_v)
+
+
+def layer_call(inputs: Inputs, step: Any, k: Tensor, v: Tensor, out: Tensor) -> Callable[[], Tensor]:
+    """What a layer does with a step: `tree_attention` with the options of the workload."""
+    import treeattn
+
+    work = inputs.workload
+    options: dict[str, Any] = {}
+    if work.fp8:
+        options["k_scale"] = inputs.k_scale
+    if work.shared_kv:
+        return lambda: treeattn.tree_attention(inputs.q, k, None, step, out=out, sm_scale=inputs.sm_scale, **options)
+    if work.fp8:
+        options["v_scale"] = inputs.v_scale
+    return lambda: treeattn.tree_attention(inputs.q, k, v, step, out=out, **options)
 
 
 def tree_calls(inputs: Inputs, backend: str, config: KernelConfig | None = None) -> Calls:
@@ -85,12 +114,8 @@ def tree_calls(inputs: Inputs, backend: str, config: KernelConfig | None = None)
     step = treeattn.plan(
         layout, kv_of(paged, inputs.lengths), backend=backend, config=config, **group_args(inputs)
     )
-    out = torch.empty_like(inputs.q)
-
-    def call(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        return lambda: treeattn.tree_attention(inputs.q, k, v, step, out=out)
-
-    calls = [call(k, v) for k, v in zip(paged.k, paged.v, strict=True)]
+    out = empty_out(inputs)
+    calls = [layer_call(inputs, step, k, v, out) for k, v in zip(paged.k, paged.v, strict=True)]
     return Calls(calls, "tree", paged, work.page_size, out)
 
 
@@ -100,14 +125,14 @@ def _treeattn(backend: str) -> Callable[[Inputs], list[Calls]]:
 
 def _sdpa(inputs: Inputs) -> list[Calls]:
     work = inputs.workload
-    if not inputs.uniform or work.prefixes is not None:
+    if unsuited("sdpa", work):
         return []
     length, q_len = inputs.lengths[0], work.q_len
     stride = inputs.blocks[0] * 128
-    group = work.qo_heads // work.kv_heads
+    group = work.group
     mask = torch.ones(work.batch, 1, group, q_len, length, dtype=torch.bool, device=inputs.device)
     for request in range(work.batch):
-        mask[request, 0, :, :, work.prefix :] = inputs.tree_rows(request)
+        mask[request, 0] = inputs.visible(request)
     mask = mask.view(work.batch, 1, group * q_len, length)
     # the query heads of a KV head as rows; what torch 2.11 picks by itself for a mask on Hopper was wrong either way
     backends = [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH]
@@ -115,14 +140,14 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
     q = inputs.q.view(by_head).permute(0, 2, 3, 1, 4).reshape(work.batch, work.kv_heads, group * q_len, work.head_dim)
 
     def dense(pool: Tensor) -> Tensor:
-        return pool.view(work.batch, stride, work.kv_heads, work.head_dim)[:, :length].transpose(1, 2)
+        return pool.view(work.batch, stride, work.kv_heads, pool.shape[-1])[:, :length].transpose(1, 2)
 
     def call(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         def attend() -> Tensor:
             with torch.nn.attention.sdpa_kernel(backends):
                 out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            rows = out.view(work.batch, work.kv_heads, group, q_len, work.head_dim)
-            return rows.permute(0, 3, 1, 2, 4).reshape(inputs.q.shape)
+            rows = out.view(work.batch, work.kv_heads, group, q_len, work.dim_v)
+            return rows.permute(0, 3, 1, 2, 4).reshape(work.total_q, work.qo_heads, work.dim_v)
 
         return attend
 
@@ -132,11 +157,11 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
 
 def _fa3_causal(inputs: Inputs) -> list[Calls]:
     """Page 64 and page 128, both with their scheduler metadata made ahead."""
+    work = inputs.workload
+    if unsuited("fa3_causal", work):
+        return []
     import flash_attn_interface
 
-    work = inputs.workload
-    if inputs.dtype == torch.float32 or work.nodes is not None:
-        return []
     lengths = torch.tensor(inputs.lengths, dtype=torch.int32, device=inputs.device)
     q_len = max(work.all_q_lens)
     variants = []
@@ -154,16 +179,40 @@ def _fa3_causal(inputs: Inputs) -> list[Calls]:
 def _fa3_call(
     inputs: Inputs, paged: Paged, k: Tensor, v: Tensor, lengths: Tensor, q_len: int, meta: Any
 ) -> Callable[[], Tensor]:
-    scale = inputs.workload.head_dim**-0.5
-
     def call() -> Tensor:
         out: Tensor = torch.ops.flash_attn_3.fwd(
             inputs.q, k, v, cu_seqlens_q=inputs.qo_indptr, seqused_k=lengths, max_seqlen_q=q_len,
-            page_table=paged.table, softmax_scale=scale, is_causal=True, num_splits=0, scheduler_metadata=meta,
+            page_table=paged.table, softmax_scale=inputs.sm_scale, is_causal=True, num_splits=0,
+            scheduler_metadata=meta,
         )[0]  # fmt: skip
         return out
 
     return call
+
+
+def _flashmla_causal(inputs: Inputs) -> list[Calls]:
+    """Page 64, the only one it takes; its first call makes the scheduler's metadata, which the others reuse."""
+    work = inputs.workload
+    if unsuited("flashmla_causal", work):
+        return []
+    import flash_mla
+
+    paged = inputs.paged(64)
+    q = inputs.q.view(work.batch, work.q_len, work.qo_heads, work.head_dim)
+    lengths = torch.tensor(inputs.lengths, dtype=torch.int32, device=inputs.device)
+    meta, _ = flash_mla.get_mla_metadata()
+
+    def call(k: Tensor) -> Callable[[], Tensor]:
+        def attend() -> Tensor:
+            out: Tensor = flash_mla.flash_mla_with_kvcache(
+                q, k, paged.table, lengths, work.dim_v, meta, softmax_scale=inputs.sm_scale, causal=True,
+                use_legacy=True,
+            )[0]  # fmt: skip
+            return out.view(work.total_q, work.qo_heads, work.dim_v)
+
+        return attend
+
+    return [Calls([call(k) for k in paged.k], "causal", paged, 64)]
 
 
 PROVIDERS: dict[str, Callable[[Inputs], list[Calls]]] = {
@@ -172,21 +221,60 @@ PROVIDERS: dict[str, Callable[[Inputs], list[Calls]]] = {
     "treeattn_reference": _treeattn("reference"),
     "sdpa": _sdpa,
     "fa3_causal": _fa3_causal,
+    "flashmla_causal": _flashmla_causal,
 }
 """Name to a function from inputs to variants (the best of which counts); no variant: the workload is not for it."""
 
 
-def unavailable(provider: str, device: torch.device) -> str | None:
-    """Why a provider cannot run here, or None."""
+def unsuited(provider: str, work: Workload) -> str | None:
+    """Why a workload is not for a provider, or None."""
+    if provider not in ("sdpa", *CHAINS):
+        return None
+    if work.fp8:
+        return "it takes no FP8 cache beside a q of 16 bits"
+    if provider == "sdpa":
+        if work.shared_kv:
+            return "it takes no latent rows (MLA)"
+        uniform = work.q_lens is None and work.prefixes is None
+        return None if uniform else "it takes no requests of different lengths"
+    if work.nodes is not None:
+        return "a causal chain has no padding rows"
+    if work.window_left >= 0:
+        return "its window is not set here"
+    if provider == "fa3_causal":
+        if work.shared_kv or work.dim_v != work.head_dim:
+            return "it is given K and V of one head dim here"
+        return "it takes 16 bits only" if work.dtype == "float32" else None
+    latent = (work.kv_heads, work.head_dim, work.dim_v, work.shared_kv) == (1, 576, 512, True)
+    if not latent or work.dtype != "bfloat16":
+        return "it takes latent rows of 576 with V in 512 of them, bfloat16, one KV head (MLA)"
+    return None if work.q_lens is None else "its requests have equal numbers of rows"
+
+
+def unavailable(provider: str, device: torch.device, workloads: Sequence[Workload] = ()) -> str | None:
+    """Why a provider cannot run here, or none of the workloads is for it; else None."""
     if provider not in PROVIDERS:
         return f"no such provider; there are {', '.join(PROVIDERS)}"
     if provider.startswith("treeattn_"):
         import treeattn
 
         return treeattn.available_backends(device).get(provider.removeprefix("treeattn_"), "no such backend")
-    if provider == "fa3_causal":
-        if device.type != "cuda":
-            return "FlashAttention-3 needs a Hopper GPU"
-        if importlib.util.find_spec("flash_attn_interface") is None:
-            return "flash_attn_interface does not import (docs: peers.sh puts it on PYTHONPATH)"
+    if provider in CHAINS and device.type != "cuda":
+        return f"{'FlashAttention-3' if provider == 'fa3_causal' else 'FlashMLA'} needs a Hopper GPU"
+    reasons = [unsuited(provider, work) for work in workloads]
+    if reasons and all(reasons):
+        return reasons[0]
+    if provider in CHAINS:
+        return _import_problem("flash_attn_interface" if provider == "fa3_causal" else "flash_mla")
+    return None
+
+
+def _import_problem(module: str) -> str | None:
+    """Why a peer's module cannot be used, or None."""
+    try:
+        found = importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"{module} does not import (peers.sh brings it, PYTHONPATH must hold it): {error}"
+    if module == "flash_mla" and not getattr(found, "has_legacy", bool)():
+        return "this flash_mla has no legacy kernels, and so no dense decoding for sm_90"
     return None

@@ -15,7 +15,7 @@ import torch
 
 from .gate import gate
 from .inputs import COLD_BYTES, Inputs
-from .providers import PROVIDERS, Calls, group_args, kv_of, unavailable
+from .providers import PROVIDERS, Calls, empty_out, group_args, kv_of, layer_call, unavailable
 from .timing import Timing, time_calls, time_graph, time_host
 from .workloads import Workload
 
@@ -69,7 +69,8 @@ def _row(work: Workload, provider: str, page_size: int, timing: Timing, rel_err:
         "head_dim": work.head_dim,
         "page_size": page_size,
         "kv_layout": work.kv_layout,
-        "kv_dtype": work.dtype,
+        "dtype": work.dtype,
+        "kv_dtype": work.cache_dtype,
         "provider": provider,
         "us": round(timing.us, 3),
         "p20": round(timing.p20, 3),
@@ -83,8 +84,10 @@ def _row(work: Workload, provider: str, page_size: int, timing: Timing, rel_err:
         row["prefixes"] = list(work.prefixes)
     if work.q_lens is not None:
         row["q_lens"] = list(work.q_lens)
-    if work.nodes is not None:
-        row["nodes"] = work.nodes
+    usual = Workload(work.kind, work.batch, work.q_len, work.prefix)
+    for field in ("nodes", "head_dim_v", "shared_kv", "window_left", "layers"):
+        if getattr(work, field) != getattr(usual, field):
+            row[field] = getattr(work, field)
     return row
 
 
@@ -112,11 +115,8 @@ def _measure_step(inputs: Inputs, backend: str) -> list[dict[str, Any]]:
     step = bufs.add_group(kv=kv, backend=backend, **group_args(inputs))
     args = inputs.layout_args()
     bufs.update_(**args)
-    out = torch.empty_like(inputs.q)
-
-    def attend() -> torch.Tensor:
-        return treeattn.tree_attention(inputs.q, paged.k[0], paged.v[0], step, out=out)
-
+    out = empty_out(inputs)
+    attend = layer_call(inputs, step, paged.k[0], paged.v[0], out)
     rel_err = gate(f"treeattn_{backend}", inputs, Calls([attend], "tree", paged, work.page_size, out))
 
     def update() -> None:
@@ -158,7 +158,7 @@ def run_workloads(
     GateError
         If a provider computes something wrong: there is no number for it, nor for what follows.
     """
-    left_out = {name: reason for name in providers if (reason := unavailable(name, device)) is not None}
+    left_out = {name: reason for name in providers if (reason := unavailable(name, device, workloads)) is not None}
     usable = [name for name in providers if name not in left_out]
     rows: list[dict[str, Any]] = []
     for index, work in enumerate(workloads):

@@ -1,15 +1,16 @@
-"""Targets of the 27 GQA rows on an H200, and the peers measured there, in microseconds per attention call.
+"""Targets of the 27 GQA and 15 MLA rows on an H200, and the peers measured there, in microseconds per attention call.
 
-Measured 2026-11-29 with torch 2.11.0+cu130, Triton 3.6.0: bf16, head dim 128, random trees, shuffled pages, cold L2.
-`chain` is FlashAttention-3 as a causal chain (it takes no tree), `tree` the best peer that takes one. Ratios within one
-run count: scale a row by the chain of your own run over `chain`.
+Measured 2026-11-29 with torch 2.11.0+cu130, Triton 3.6.0: bf16, head dim 128 (GQA) or 576 and 512 (MLA), random trees,
+shuffled pages, cold L2. `chain` is the best causal chain, which takes no tree: FlashAttention-3 for GQA, the better of
+FlashMLA and FlashInfer for MLA. `tree` is the best peer that takes a tree. Ratios within one run count: scale a row by
+the chain of your own run over `chain`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["GQA_TARGETS", "Target"]
+__all__ = ["GQA_TARGETS", "MLA_TARGETS", "Target"]
 
 
 class Target(NamedTuple):
@@ -55,4 +56,22 @@ GQA_TARGETS = (
     Target(1, 257, 8192, 32, 8, 118.2, 199.3, "fa3_cascade_p64", 75.4, 65.6),
     Target(1, 257, 8192, 8, 1, 28.5, 50.6, "fa3_cascade_p64", 22.3, 19.4),
     Target(1, 257, 8192, 64, 8, 193.2, 297.9, "fa3_cascade_p64", 146.2, 127.1),
+)  # fmt: skip
+
+MLA_TARGETS = (
+    Target(1, 17, 16384, 8, 1, 28.8, 2276.9, "sglang_extend_tree", 17.2, 15.3),
+    Target(1, 17, 16384, 16, 1, 34.9, 2255.1, "sglang_extend_tree", 25.5, 22.8),
+    Target(1, 17, 16384, 128, 1, 142.6, 2556.4, "sglang_extend_tree", 145.5, 140.4),
+    Target(8, 17, 4096, 8, 1, 34.3, 658.6, "sglang_extend_tree", 27.7, 24.7),
+    Target(8, 17, 4096, 16, 1, 47.0, 658.7, "sglang_extend_tree", 44.5, 39.7),
+    Target(8, 17, 4096, 128, 1, 288.7, 5199.5, "sglang_extend_tree", 294.5, 275.7),
+    Target(1, 17, 131072, 8, 1, 92.9, 21222.8, "sglang_extend_tree", 90.3, 80.6),
+    Target(1, 17, 131072, 16, 1, 136.5, 20229.7, "sglang_extend_tree", 136.5, 136.5),
+    Target(1, 17, 131072, 128, 1, 1077.8, 20293.0, "sglang_extend_tree", 1099.3, 1077.8),
+    Target(32, 17, 4096, 8, 1, 94.8, 1346.9, "sglang_extend_tree", 90.6, 80.9),
+    Target(32, 17, 4096, 16, 1, 148.5, 2676.3, "sglang_extend_tree", 148.5, 140.8),
+    Target(32, 17, 4096, 128, 1, 1140.3, 20976.8, "sglang_extend_tree", 1163.1, 1084.6),
+    Target(8, 65, 8192, 8, 1, 132.7, 2613.9, "sglang_extend_tree", 132.7, 132.7),
+    Target(8, 65, 8192, 16, 1, 260.9, 3872.7, "sglang_extend_tree", 260.9, 260.9),
+    Target(8, 65, 8192, 128, 1, 1804.5, 30862.1, "sglang_extend_tree", 1840.5, 1804.5),
 )  # fmt: skip

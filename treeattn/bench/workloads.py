@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .targets import GQA_TARGETS
+from .targets import GQA_TARGETS, MLA_TARGETS
 
-__all__ = ["SETS", "Workload", "load_workloads"]
+__all__ = ["SETS", "Workload", "fp8_pays", "load_workloads", "options_text"]
 
 COPY_BYTES_PER_S = 4.28e12
 """Measured on an H200 with a device-to-device copy, reads and writes counted."""
 BF16_FLOP_PER_S = 780e12
 """Measured on an H200 with a bf16 matrix product."""
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a number of q and out."""
+KV_DTYPES = {**DTYPES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,16 @@ class Workload:
         Per request, for a ragged batch.
     nodes : int, optional
         Real nodes a request; the other rows are padding.
+    head_dim_v : int, optional
+        Of V and out, `head_dim` by default.
+    shared_kv : bool
+        V is the first `head_dim_v` numbers of K (MLA).
+    kv_dtype : {"float8_e4m3fn", "float8_e5m2"}, optional
+        Of the caches, `dtype` by default.
+    window_left : int
+        A row sees keys at positions ``>= its own - window_left``; negative for no window.
+    layers : int
+        Layers of a model step, each of which makes such a call: the report adds them up.
     """
 
     kind: str
@@ -59,6 +72,31 @@ class Workload:
     prefixes: tuple[int, ...] | None = None
     q_lens: tuple[int, ...] | None = None
     nodes: int | None = None
+    head_dim_v: int | None = None
+    shared_kv: bool = False
+    kv_dtype: str | None = None
+    window_left: int = -1
+    layers: int = 1
+
+    @property
+    def dim_v(self) -> int:
+        """Numbers of a V or out vector."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def cache_dtype(self) -> str:
+        """Name of the dtype of the caches."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the caches hold FP8, which comes with scales."""
+        return KV_DTYPES[self.cache_dtype] == 1
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.qo_heads // self.kv_heads
 
     @property
     def all_prefixes(self) -> tuple[int, ...]:
@@ -81,26 +119,28 @@ class Workload:
         return sum(self.all_q_lens)
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of a number of K, V, q and out."""
-        return 4 if self.dtype == "float32" else 2
+    def seen_keys(self) -> tuple[int, ...]:
+        """Keys per request that its real rows see together: with a window, what the root sees, and the nodes."""
+        window = self.window_left
+        prefixes = (p if window < 0 else min(p, window) for p in self.all_prefixes)
+        return tuple(p + n for p, n in zip(prefixes, self.all_nodes, strict=True))
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of prefix and nodes, once."""
-        keys = sum(p + n for p, n in zip(self.all_prefixes, self.all_nodes, strict=True))
-        return 2 * keys * self.kv_heads * self.head_dim * self.element_bytes
+        """K and V of what is seen of prefix and nodes, once; a latent row is both."""
+        numbers = self.head_dim if self.shared_kv else self.head_dim + self.dim_v
+        return sum(self.seen_keys) * self.kv_heads * numbers * KV_DTYPES[self.cache_dtype]
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes a call moves: K and V of prefix and nodes, q and out, once each."""
-        return self.kv_bytes + 2 * sum(self.all_nodes) * self.qo_heads * self.head_dim * self.element_bytes
+        """The fewest bytes a call moves: `kv_bytes`, and q and out of the real rows, once each."""
+        return self.kv_bytes + sum(self.all_nodes) * self.qo_heads * (self.head_dim + self.dim_v) * DTYPES[self.dtype]
 
     @property
     def flop(self) -> int:
-        """``4 * heads * rows * keys * head_dim`` over the requests."""
-        pairs = sum(n * (p + n) for p, n in zip(self.all_prefixes, self.all_nodes, strict=True))
-        return 4 * self.qo_heads * self.head_dim * pairs
+        """``2 * heads * rows * keys * (head_dim + head_dim_v)`` over the requests."""
+        pairs = sum(n * keys for n, keys in zip(self.all_nodes, self.seen_keys, strict=True))
+        return 2 * self.qo_heads * (self.head_dim + self.dim_v) * pairs
 
     @property
     def floor_us(self) -> float:
@@ -110,11 +150,58 @@ class Workload:
     def name(self) -> str:
         """The shape in a few characters."""
         text = f"{self.kind} b{self.batch} q{self.q_len} p{self.prefix} {self.qo_heads}/{self.kv_heads}"
-        return text + ("" if self.head_dim == 128 else f" d{self.head_dim}")
+        return text + options_text(dataclasses.asdict(self))
+
+
+def options_text(fields: dict[str, Any]) -> str:
+    """What is not usual about a workload or a row of a result, in a few characters with a space before each."""
+    dim = fields.get("head_dim", 128)
+    dim_v = fields.get("head_dim_v") or dim
+    text = "" if dim == dim_v == 128 else f" d{dim}" + (f"/{dim_v}" if dim_v != dim else "")
+    kv_dtype = fields.get("kv_dtype") or ""
+    if kv_dtype.startswith("float8_"):
+        text += " " + kv_dtype.removeprefix("float8_").removesuffix("fn")
+    window = fields.get("window_left", -1)
+    return text + (f" w{window}" if window >= 0 else "")
 
 
 def _gqa() -> list[Workload]:
     return [Workload("gqa", t.batch, t.q_len, t.prefix, t.qo_heads, t.kv_heads) for t in GQA_TARGETS]
+
+
+def _mla_row(kind: str, batch: int, q_len: int, prefix: int, qo_heads: int, **more: Any) -> Workload:
+    """A latent row of 512 and 64 RoPE dims, one KV head: DeepSeek V3 and its kin."""
+    return Workload(kind, batch, q_len, prefix, qo_heads, 1, 576, head_dim_v=512, shared_kv=True, **more)
+
+
+def _mla() -> list[Workload]:
+    return [_mla_row("mla", t.batch, t.q_len, t.prefix, t.qo_heads) for t in MLA_TARGETS]
+
+
+def _fp8() -> list[Workload]:
+    """Each shape in bf16, then in e4m3: where FP8 has to pay off first, then where it must not cost anything."""
+    shapes = [work for work in _gqa() if fp8_pays(work.group * work.q_len, work.floor_us)]
+    shapes += [
+        Workload("gqa", batch, q_len, prefix, *heads)
+        for batch, q_len, prefix, heads in (
+            (1, 17, 2048, (32, 8)), (1, 17, 131072, (8, 1)), (32, 17, 4096, (64, 8)), (8, 65, 8192, (32, 8)),
+        )
+    ]  # fmt: skip
+    shapes += [_mla_row("fp8", 1, 17, 16384, 8), _mla_row("fp8", 32, 17, 4096, 8)]
+    kinds = (None, "float8_e4m3fn")
+    return [dataclasses.replace(work, kind="fp8", kv_dtype=kv_dtype) for work in shapes for kv_dtype in kinds]
+
+
+def fp8_pays(rows: int, floor_us: float) -> bool:
+    """Whether so many rows a KV head and a 16-bit floor leave enough to memory for FP8 to be 1.6 times as fast."""
+    return rows <= 72 and floor_us > 15
+
+
+def _kimi() -> list[Workload]:
+    """Attention of a verify step of Kimi K2.6 on one GPU of eight: 64 heads / 8, budget 16 and the root, 61 layers."""
+    return [
+        _mla_row("kimi", batch, 17, prefix, 8, layers=61) for batch in (1, 8, 32) for prefix in (4096, 16384, 131072)
+    ]
 
 
 def _ragged() -> list[Workload]:
@@ -156,6 +243,9 @@ def _small() -> list[Workload]:
 
 SETS: dict[str, Callable[[], list[Workload]]] = {
     "gqa": _gqa,
+    "mla": _mla,
+    "fp8": _fp8,
+    "kimi": _kimi,
     "small": _small,
     "ragged": _ragged,
     "pages": _pages,
@@ -166,6 +256,16 @@ SETS: dict[str, Callable[[], list[Workload]]] = {
         Workload("step", 64, 17, 4096),
     ],
 }
+
+
+def _fits(field: str, value: Any) -> bool:
+    """Whether a value of a JSON file can be that of a field."""
+    choices = {"kv_layout": ("NHD", "HND"), "dtype": DTYPES, "kv_dtype": (None, *KV_DTYPES)}
+    if field in choices:
+        return (value is None or isinstance(value, str)) and value in choices[field]
+    if field in ("kind", "shared_kv"):
+        return isinstance(value, str if field == "kind" else bool)
+    return isinstance(value, (int, tuple)) and not isinstance(value, bool)
 
 
 def load_workloads(names: list[str], file: str | Path | None = None, **overrides: Any) -> list[Workload]:
@@ -193,8 +293,7 @@ def load_workloads(names: list[str], file: str | Path | None = None, **overrides
                 key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
             }
             for key, value in fixed.items():
-                whole = isinstance(value, (int, tuple)) and not isinstance(value, bool)
-                if not (isinstance(value, str) if key in ("kind", "kv_layout", "dtype") else whole):
+                if not _fits(key, value):
                     raise ValueError(f"{file}, entry {index}: {key} is {value!r}")
             if fixed.get("batch", 1) < 1 or fixed.get("q_len", 1) < 1:
                 raise ValueError(f"{file}, entry {index}: batch and q_len must be at least 1")
