@@ -14,7 +14,8 @@ import torch
 from settings_of_tests import same_bits
 
 from treeattn.buffers import tensors_of
-from treeattn.testing import Case, Guarded, StaticRun, judge, random_case, run_plain
+from treeattn.testing import Case, Guarded, Options, StaticRun, judge, random_case, run_plain
+from treeattn.testing.run import call_of
 
 pytestmark = pytest.mark.gpu
 STEPS = 50
@@ -37,9 +38,14 @@ class Looped:
         width = MAX_BATCH * (-(-(MAX_PREFIX + MAX_WIDTH) // like.placement.page_size) + 6)
         total = MAX_BATCH * MAX_WIDTH
         self.static = StaticRun(like, MAX_BATCH, MAX_WIDTH, total, width, "triton")
-        self.k, self.v = like.k_cache.clone(), like.v_cache.clone()
-        shape = (total, like.num_qo_heads, like.head_dim)
-        self.out = Guarded(shape, like.dtype, "cuda", gap=like.head_dim)
+        self.k, self.v = like.k_cache.clone(), None if like.v_cache is None else like.v_cache.clone()
+        shape = (total, like.num_qo_heads, like.head_dim_v)
+        self.out = Guarded(shape, like.dtype, "cuda", gap=like.head_dim_v)
+        # what a graph holds the address of, or the value
+        self.call = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in call_of(like).items()
+        }
+        self.call["sm_scale"] = like.head_dim**-0.5
         self.lse = Guarded(shape[:2], torch.float32, "cuda", transposed=True)
         self.args: dict[str, torch.Tensor] = {
             "parents": torch.zeros(total, dtype=torch.int32, device="cuda"),
@@ -61,14 +67,18 @@ class Looped:
         k_tree, v_tree = self.static.fresh or (None, None)
         treeattn.tree_attention(
             self.static.q, self.k, self.v, self.static.step, k_tree=k_tree, v_tree=v_tree,
-            out=self.out.tensor, lse=self.lse.tensor,
+            out=self.out.tensor, lse=self.lse.tensor, **self.call,
         )  # fmt: skip
 
     def run(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         """Load a step into the static tensors and run it; out and lse of its own rows, the rest untouched."""
         self.static.load_(case)
         self.k.copy_(case.k_cache)
-        self.v.copy_(case.v_cache)
+        if self.v is not None and case.v_cache is not None:
+            self.v.copy_(case.v_cache)
+        for name, value in call_of(case).items():
+            if isinstance(value, torch.Tensor):
+                self.call[name].copy_(value)
         flat = [parent for tree, width in zip(case.parents, case.q_lens, strict=True)
                 for parent in (*tree, *[77] * (width - len(tree)))]  # fmt: skip
         starts = [*case.starts, *[case.starts[-1]] * (MAX_BATCH - case.batch)]
@@ -95,14 +105,23 @@ class Looped:
         return [tensor.data_ptr() for tensor in tensors]
 
 
-GEOMETRIES = [
+GEOMETRIES: list[dict[str, Any]] = [
     {"group": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "table": "block", "tree_kv": "logical"},
     {"group": 8, "num_kv_heads": 1, "head_dim": 64, "page_size": 1, "table": "csr", "tree_kv": "slots"},
     {"group": 3, "num_kv_heads": 3, "head_dim": 80, "page_size": 64, "table": "csr", "tree_kv": "fresh"},
-]
+    {"group": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "table": "block", "tree_kv": "logical",
+     "options": Options(window_left=20, sinks=True, logits_soft_cap=20.0)},
+    {"group": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "table": "csr", "tree_kv": "fresh",
+     "options": Options(kv_dtype=torch.float8_e4m3fn, scales="heads")},
+    {"group": 8, "num_kv_heads": 1, "head_dim": 576, "page_size": 64, "table": "block", "tree_kv": "logical",
+     "options": Options(head_dim_v=512, shared_kv=True)},
+    {"group": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "table": "block", "tree_kv": "slots",
+     "options": Options(batch_invariant=True)},
+]  # fmt: skip
+NAMES = ["page16-logical", "page1-slots", "page64-fresh", "window-sinks-cap", "fp8-fresh", "mla", "batch-invariant"]
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda g: f"page{g['page_size']}-{g['tree_kv']}")
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_replays_are_right(geometry: dict[str, Any], dtype: torch.dtype) -> None:
     pins = {
