@@ -1,12 +1,14 @@
 """Tree attention over a paged prefix and the draft tree.
 
 One program walks its stretch of the plan. An item is a tile of packed query rows against KV tiles: first the full tiles
-of the prefix, which need no mask and no bounds, then the *edge*, in tiles of ``BLOCK_E``: what is left of the prefix,
-and the tree. An item that lies whole in one program is written to ``out``; a part of one goes to a partial slot, which
-``finish_kernel`` merges.
+of the prefix, which need no mask and no bounds, then the *edge*, in tiles of ``BLOCK_E``: where a window begins inside
+the prefix, what is left of the prefix behind the full tiles, and the tree. An item that lies whole in one program is
+written to ``out``; a part of one goes to a partial slot, which ``finish_kernel`` merges.
 
 Row tiles: tree widths are 2^k + 1, so packed rows are 64 * m + GROUP. They are dealt evenly to the tiles of ``BLOCK_M``
 rows, and tiles of the same rows of all requests walk K and V side by side (lanes, see the plan).
+
+Options are constexprs, and without them the code is the same as if they were not there.
 """
 
 import triton
