@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -208,19 +210,20 @@ def tree_attention(
     if checked is None:
         strides = _check_call(q, k_cache, v_cache, step, k_tree, v_tree, out, lse)
         checked = step.checked[key] = CheckedCall(strides)
-    scoring = check_scoring(step, q.device, sm_scale, logits_soft_cap, sinks, k_scale, v_scale, sinks_in_lse)
-    kind = (scoring.logits_soft_cap != 0, scoring.sinks is not None)
-    if any(kind) and kind not in step.scored:
-        asked = Asked(step, step.kv.kv_start is not None, scoring.logits_soft_cap, scoring.sinks is not None)
-        if (words := refusal(step.backend, q.device.type, asked)) is not None:
-            raise NotImplementedError(words)
-        step.scored.add(kind)
+    bare = sinks is None and k_scale is None and v_scale is None and not sinks_in_lse
+    known = step.scored.get((sm_scale, logits_soft_cap)) if bare else None
+    if known is None:
+        scoring = check_scoring(step, q.device, sm_scale, logits_soft_cap, sinks, k_scale, v_scale, sinks_in_lse)
+        known = (scoring, _kind_of(step, scoring))
+        if bare:
+            step.scored[sm_scale, logits_soft_cap] = known
+    scoring, kind = known
     if step.validate:
         validate_call(step, q.shape[0], k_cache, fresh=k_tree is not None)
     if out is None:
         out = q.new_empty(q.shape[0], step.num_qo_heads, step.head_dim_v)
     if step.backend == "triton":
-        _run_triton(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, scoring, zero_tail, checked)
+        _run_triton(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, scoring, kind, zero_tail, checked)
         return out
     if step.backend == "reference":
         from .reference import tree_attention_reference as run
@@ -235,6 +238,17 @@ def tree_attention(
     return out
 
 
+def _kind_of(step: Step, scoring: Scoring) -> tuple[Any, ...]:
+    """What of a call's options is compiled in; NotImplementedError if the backend lacks one of them."""
+    kind = call_kind(scoring)
+    if (scoring.logits_soft_cap or scoring.sinks is not None) and kind not in step.scored:
+        asked = Asked(step, step.kv.kv_start is not None, scoring.logits_soft_cap, scoring.sinks is not None)
+        if (words := refusal(step.backend, step.layout.device.type, asked)) is not None:
+            raise NotImplementedError(words)
+        step.scored[kind] = True
+    return kind
+
+
 def _run_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -245,6 +259,7 @@ def _run_triton(
     out: Tensor,
     lse: Tensor | None,
     scoring: Scoring,
+    kind: tuple[Any, ...],
     zero_tail: bool,
     checked: CheckedCall,
 ) -> None:
@@ -260,7 +275,7 @@ def _run_triton(
     for tensor in tensors:
         if tensor is not None:
             low_bits |= tensor.data_ptr()
-    key = (low_bits % 16 == 0 or _alignments(*tensors), zero_tail, call_kind(scoring))
+    key = (low_bits % 16 == 0 or _alignments(*tensors), zero_tail, kind)
     launch = checked.launches.get(key)
     if launch is None:
         from .kernels.launch import LayerLaunch

@@ -126,7 +126,7 @@ class Step(Geometry):
     validate: bool = False
     checked: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
     launches: dict[str, Any] = field(default_factory=dict, repr=False)
-    scored: set[tuple[bool, bool]] = field(default_factory=set, repr=False)  # soft cap, sinks: known to be covered
+    scored: dict[Any, Any] = field(default_factory=dict, repr=False)  # options of calls that are checked
     handle: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

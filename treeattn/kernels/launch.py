@@ -254,11 +254,20 @@ class LayerLaunch:
         scoring: Scoring,
     ) -> None:
         """Attention of one layer, then its merge, on the current stream."""
-        leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
-        if self.finish.run is not None:
-            leading = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in leading)
-        self.attention(*leading)
-        self.finish(*finish_leading(leading))
+        if self.finish.run is None:
+            leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
+            self.attention(*leading)
+            self.finish(*finish_leading(leading))
+            return
+        out_at, lse_at, sinks_at = out.data_ptr(), _address(lse), _address(scoring.sinks)
+        k_scale, v_scale = scoring.k_scale, scoring.v_scale
+        self.attention(
+            q.data_ptr(), k_cache.data_ptr(), _address(v_cache), _address(k_tree), _address(v_tree), out_at, lse_at,
+            scoring.sm_scale * LOG2_E, scoring.logits_soft_cap, sinks_at,
+            k_scale.data_ptr() if isinstance(k_scale, Tensor) else k_scale,
+            v_scale.data_ptr() if isinstance(v_scale, Tensor) else v_scale,
+        )  # fmt: skip
+        self.finish(out_at, lse_at, sinks_at)
 
     @staticmethod
     def leading(
@@ -281,6 +290,10 @@ class LayerLaunch:
             scoring.logits_soft_cap, out if scoring.sinks is None else scoring.sinks, scoring.k_scale,
             scoring.v_scale,
         )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def finish_leading(leading: tuple[Any, ...]) -> tuple[Any, ...]:
