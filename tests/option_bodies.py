@@ -186,3 +186,80 @@ def rows_do_not_depend_on_the_batch(setting: Setting, seed: int, options: Option
                     own = slice(other.starts[index], other.starts[index + 1])
                     assert same_bits(whole.out[rows], result.out[own]), case.describe()
                     assert same_bits(whole.lse[rows], result.lse[own]), case.describe()
+
+
+def attend(setting: Setting, layout: Any, kv: Any, dim: int = 16, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of two heads over K = 0 and V = 1, q = 0: `exp(lse)` counts the visible keys."""
+    rows, call = layout.total_q, {key: options.pop(key) for key in ("sinks", "sinks_in_lse") if key in options}
+    step = treeattn.plan(layout, kv, 2, 2, dim, dtype=torch.float32, backend=setting.backend, **options)
+    zeros = torch.zeros(kv.table.max() + 1, 2, dim, device=setting.device)
+    q, lse = torch.zeros(rows, 2, dim, device=setting.device), torch.empty(rows, 2, device=setting.device)
+    out = treeattn.tree_attention(q, zeros, torch.ones_like(zeros), step, lse=lse, **call)
+    return out.cpu(), lse.cpu()
+
+
+def slots(setting: Setting, count: int) -> Any:
+    return treeattn.PagedKV(block_table=torch.arange(count, dtype=torch.int32, device=setting.device)[None])
+
+
+def extreme_sinks(setting: Setting) -> None:
+    """No sink makes NaN, in a row that sees nothing neither."""
+    blind = torch.tensor([1, 0, 0, 0], dtype=torch.uint8, device=setting.device)
+    prefix = torch.tensor([0], device=setting.device)
+    layout = treeattn.TreeLayout.from_mask(blind, "tree", prefix, q_len=2)
+    largest = torch.finfo(torch.float32).max
+    for value in (float("-inf"), -largest, -1e30, 1e30, largest, float("inf")):
+        sinks = torch.tensor([value, 0.0], device=setting.device)
+        out, lse = attend(setting, layout, slots(setting, 8), sinks=sinks)
+        assert (out[1] == 0).all()
+        assert (lse[1] == float("-inf")).all()
+        assert (out[0, 0] == (1.0 if value < 0 else 0.0)).all()
+        assert torch.allclose(out[0, 1], torch.full((16,), 0.5))
+
+
+def far_positions(setting: Setting) -> None:
+    """Positions past 32 bits from the prefix keep their order: a row always sees itself."""
+    bits = torch.tensor([1, 0, 1, 1], dtype=torch.uint8, device=setting.device)
+    prefix = torch.tensor([5], device=setting.device)
+    for off, seen in ((0, 5), (2**31 - 3, 1), (2**31, 1), (2**32, 1), (-(2**32), 7)):
+        positions = torch.tensor([5, 5 + off], device=setting.device)
+        layout = treeattn.TreeLayout.from_mask(bits, "tree", prefix, q_len=2, positions=positions)
+        _, lse = attend(setting, layout, slots(setting, 8), window_left=3)
+        assert torch.allclose(lse[1].exp(), torch.tensor(float(seen))), off
+
+
+def parts_need_only_what_they_read(setting: Setting) -> None:
+    """The prefix alone needs no room for nodes, nodes at slots of their own none for the prefix."""
+    parents = torch.tensor([[-1, 0, 0, 1]], device=setting.device)
+    layout = treeattn.TreeLayout.from_parents(parents, torch.tensor([5], device=setting.device))
+    _, lse = attend(setting, layout, slots(setting, 5), part="prefix")
+    assert torch.allclose(lse.exp(), torch.tensor(5.0))
+    own = torch.arange(4, dtype=torch.int32, device=setting.device)
+    narrow = treeattn.PagedKV(
+        block_table=torch.full((1, 1), 7, dtype=torch.int32, device=setting.device), tree_slots=own
+    )
+    _, lse = attend(setting, layout, narrow, part="tree")
+    assert torch.allclose(lse.exp(), torch.tensor([1.0, 2.0, 2.0, 3.0])[:, None].expand(4, 2))
+    layout.check()
+
+
+def small_value_scales(setting: Setting) -> None:
+    """A small v_scale costs no precision: it is not on 16-bit weights. One key takes nearly all weight and has V 0."""
+    keys, dim, scale = 60, 16, 1e-4
+    layout = treeattn.TreeLayout.chain(torch.tensor([keys - 1], device=setting.device), 1)
+    step = treeattn.plan(layout, slots(setting, keys), 1, 1, dim, dtype=torch.float16, kv_dtype=E4M3,
+                         backend=setting.backend)  # fmt: skip
+    k, v = torch.zeros(keys, 1, dim), torch.linspace(40, 440, keys).view(-1, 1, 1).expand(keys, 1, dim).clone()
+    k[0, 0, 0], v[0] = 8, 0
+    k, v = k.to(E4M3), v.to(E4M3)
+    q = torch.zeros(1, 1, dim, dtype=torch.float16)
+    q[0, 0, 0] = 1
+    weights = torch.softmax(k.double()[:, 0, 0], 0)
+    want = scale * (weights @ v.double()[:, 0])
+    got = treeattn.tree_attention(
+        q.to(setting.device), k.to(setting.device), v.to(setting.device), step, sm_scale=1.0, v_scale=scale
+    )
+    assert float((got[0, 0].cpu().double() - want).abs().max() / want.abs().max()) < 2e-3
+
+
+EDGES = (extreme_sinks, far_positions, parts_need_only_what_they_read, small_value_scales)

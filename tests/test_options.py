@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from option_bodies import (
     COMBINATIONS,
+    EDGES,
     general_masks_take_the_callers_positions,
     hybrid_groups_share_one_layout,
     merged_parts_are_the_whole,
@@ -14,6 +17,7 @@ from option_bodies import (
 )
 from settings_of_tests import Setting
 
+import treeattn
 from treeattn.testing import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,3 +51,37 @@ def test_hybrid_groups(setting: Setting) -> None:
 def test_batch_invariance(setting: Setting, seed: int) -> None:
     rows_do_not_depend_on_the_batch(setting, seed)
     rows_do_not_depend_on_the_batch(setting, seed, Options(window_left=20, sinks=True))
+
+
+@pytest.mark.parametrize("body", EDGES, ids=lambda body: body.__name__)
+def test_edge(body: Callable[[Setting], None], setting: Setting) -> None:
+    body(setting)
+
+
+def test_scattered_sinks_and_scales_are_refused() -> None:
+    layout = treeattn.TreeLayout.chain(torch.tensor([3]), 1)
+    kv = treeattn.PagedKV(block_table=torch.arange(4, dtype=torch.int32)[None])
+    step = treeattn.plan(layout, kv, 2, 2, 16, dtype=torch.float32, kv_dtype=torch.float8_e4m3fn)
+    q, cache = torch.zeros(1, 2, 16), torch.zeros(4, 2, 16).to(torch.float8_e4m3fn)
+    column = torch.ones(2, 2)[:, 0]
+    for name in ("sinks", "k_scale", "v_scale"):
+        with pytest.raises(ValueError, match=f"{name} must be contiguous, its stride is 2"):
+            treeattn.tree_attention(q, cache, cache, step, **{name: column})
+    nan = float("nan")
+    for name, value in (("logits_soft_cap", float("inf")), ("logits_soft_cap", nan), ("sm_scale", nan)):
+        with pytest.raises(ValueError, match=name):
+            treeattn.tree_attention(q, cache, cache, step, **{name: value})
+    with pytest.raises(TypeError, match="k_scale must be a float or a float32 tensor, got list"):
+        treeattn.tree_attention(q, cache, cache, step, k_scale=[2.0])
+    with pytest.raises(TypeError, match="window_left must be an int"):
+        treeattn.plan(layout, kv, 2, 2, 16, window_left=None)
+
+
+def test_merge_checks_before_it_writes() -> None:
+    out, lse = torch.zeros(3, 2, 8), torch.zeros(3, 2)
+    kept = torch.full_like(out, 7.0)
+    with pytest.raises(ValueError, match=r"lse: expected \[3, 2\], got \[3, 1\]"):
+        treeattn.merge(out, lse, out, lse, out=kept, lse=torch.zeros(3, 1))
+    assert (kept == 7).all()
+    with pytest.raises(TypeError, match=r"out must be torch\.float32, got torch\.int32"):
+        treeattn.merge(out, lse, out, lse, out=torch.zeros(3, 2, 8, dtype=torch.int32))

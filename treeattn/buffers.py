@@ -131,8 +131,8 @@ class StaticBuffers:
         prefix_lens : Tensor
             ``[batch]`` with ``batch <= max_batch``; slots beyond become empty requests.
         kv : PagedKV, optional
-            Addresses to copy into the groups' own (:meth:`PagedKV.copy_`). Not needed where the groups borrow the
-            framework's persistent tensors.
+            Addresses to copy into the own ones of every group (:meth:`PagedKV.copy_`), which must have the same form.
+            Not needed where the groups borrow the framework's persistent tensors, or are copied to one by one.
         validate : bool, optional
             Whether this update is validated, for buffers that otherwise are not (or are). Trees and masks are checked
             before anything is written, the addresses once the step is whole: ids against the ``num_pages`` of the
@@ -259,6 +259,8 @@ class StaticBuffers:
         for options in groups or []:
             options = dict(options)
             kv_tokens = options.pop("max_kv_tokens", None)
+            for other in ("kv", "backend"):
+                options.pop(other, None)
             group = Geometry.of(**options)
             config = select_config(
                 arch, group.dtype, group.group, group.head_dim, max_q_len, head_dim_v=group.head_dim_v,

@@ -64,6 +64,8 @@ class Geometry:
         if self.shared_kv and self.head_dim_v > self.head_dim:
             sizes = f"head_dim_v {self.head_dim_v} exceeds head_dim {self.head_dim}"
             raise ValueError(f"V is a part of K with shared_kv: {sizes}")
+        if not isinstance(self.window_left, int):
+            raise TypeError(f"window_left must be an int, negative for no window, got {self.window_left!r}")
         if not self.dtype.is_floating_point or self.dtype in FP8_DTYPES:
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {self.dtype}")
         if self.kv_dtype != self.dtype and self.kv_dtype not in FP8_DTYPES:

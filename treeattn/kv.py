@@ -97,7 +97,7 @@ class PagedKV:
         ``[total_q]`` int32 or int64: the token slot of each row's K and V. Entries of padding rows may hold anything.
     kv_start : Tensor, optional
         ``[batch]`` int32 or int64: the position of the first token that the pages hold, 0 by default. For a cache that
-        keeps only a window: what lies before is gone, and no row sees it.
+        keeps only a window: what lies before is gone, and no row sees it. Held to 0 .. prefix_len; validation says so.
     num_pages : int, optional
         Pages of the cache, for validation where no cache is at hand (a step whose layers are replayed by a graph).
 

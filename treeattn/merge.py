@@ -51,6 +51,15 @@ def merge(
             raise ValueError(f"lse_{name}: expected [rows, heads] {list(state.shape[:2])}, got {list(state_lse.shape)}")
         if state_lse.dtype != torch.float32:
             raise TypeError(f"lse_{name} must be float32, got {state_lse.dtype}")
+    if not out_a.dtype.is_floating_point:
+        raise TypeError(f"out_a must be floating point, got {out_a.dtype}")
+    for name, tensor, like in (("out", out, out_a), ("lse", lse, lse_a)):
+        if tensor is not None and tensor.shape != like.shape:
+            raise ValueError(f"{name}: expected {list(like.shape)}, got {list(tensor.shape)}")
+        if tensor is not None and tensor.dtype != like.dtype:
+            raise TypeError(f"{name} must be {like.dtype}, got {tensor.dtype}")
+    if sinks is not None and not sinks.dtype.is_floating_point:
+        raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
     if sinks is not None and sinks.shape != (out_a.shape[1],):
         raise ValueError(f"sinks: expected [heads] = [{out_a.shape[1]}], got {list(sinks.shape)}")
     if sinks_in_lse and sinks is None:

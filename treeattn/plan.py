@@ -161,12 +161,18 @@ class Step(Geometry):
             count = nodes[request]
             if count > 0:
                 room = self.kv.pages_of(request).shape[0] * self.kv.page_size
-                needed = prefixes[request] - self.kv.start_of(request, prefixes[request])
-                needed += count if self.nodes_in_table else 0
+                held = prefixes[request] - self.kv.start_of(request, prefixes[request])
+                needed = self.tokens_needed(held, count)
                 if needed > room:
                     self._report_capacity(request, room, needed)
                     count = 0
             yield request, starts[request], q_len, prefixes[request], count
+
+    def tokens_needed(self, held: int, nodes: int) -> int:
+        """Tokens that a request's pages must hold, of a prefix of which they hold `held`."""
+        if self.nodes_in_table and self.part != "prefix":
+            return held + nodes
+        return 0 if self.part == "tree" else held
 
     @property
     def nodes_in_table(self) -> bool:

@@ -59,15 +59,18 @@ def check_scoring(
         if geometry.shared_kv:
             raise ValueError("sm_scale must be given with shared_kv: the scale of MLA is not 1 / sqrt(head_dim)")
         sm_scale = 1 / math.sqrt(geometry.head_dim)
-    if logits_soft_cap < 0:
-        raise ValueError(f"logits_soft_cap must be 0 (none) or positive, got {logits_soft_cap}")
+    if math.isnan(sm_scale):
+        raise ValueError("sm_scale is NaN")
+    if not (logits_soft_cap == 0 or 1e-30 <= logits_soft_cap <= 1e30):
+        raise ValueError(f"logits_soft_cap must be 0 (none) or 1e-30 to 1e30, got {logits_soft_cap}")
     if sinks is not None:
         if sinks.shape != (geometry.num_qo_heads,):
             raise ValueError(f"sinks: expected [query heads] = [{geometry.num_qo_heads}], got {list(sinks.shape)}")
         if sinks.device != device:
             raise ValueError(f"sinks is on {sinks.device}, the step is on {device}")
-        if not sinks.dtype.is_floating_point:
-            raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
+        if not sinks.dtype.is_floating_point or sinks.dtype in FP8_DTYPES:
+            raise TypeError(f"sinks must be float16, bfloat16 or float32, got {sinks.dtype}")
+        _check_dense("sinks", sinks)
     elif sinks_in_lse:
         raise ValueError("sinks_in_lse needs sinks")
     if geometry.shared_kv and v_scale is not None:
@@ -78,6 +81,8 @@ def check_scoring(
         if geometry.kv_dtype not in FP8_DTYPES:
             raise ValueError(f"{name} is for an FP8 cache, the step was planned for {geometry.kv_dtype}")
         if not isinstance(scale, Tensor):
+            if not isinstance(scale, (int, float)):
+                raise TypeError(f"{name} must be a float or a float32 tensor, got {type(scale).__name__}")
             continue
         if scale.dtype != torch.float32:
             raise TypeError(f"{name} must be a float or a float32 tensor, got {scale.dtype}")
@@ -87,9 +92,18 @@ def check_scoring(
             raise ValueError(
                 f"{name}: expected one number or [KV heads] = [{geometry.num_kv_heads}], got {list(scale.shape)}"
             )
-    k_scale = 1.0 if k_scale is None else k_scale
-    v_scale = k_scale if geometry.shared_kv else 1.0 if v_scale is None else v_scale
+        _check_dense(name, scale)
+    k_scale = 1.0 if k_scale is None else k_scale if isinstance(k_scale, Tensor) else float(k_scale)
+    if geometry.shared_kv:
+        v_scale = k_scale
+    else:
+        v_scale = 1.0 if v_scale is None else v_scale if isinstance(v_scale, Tensor) else float(v_scale)
     return Scoring(float(sm_scale), float(logits_soft_cap), sinks, k_scale, v_scale, sinks_in_lse)
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.numel() > 1 and not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, its stride is {tensor.stride(0)}")
 
 
 def scale_kind(scale: Scale) -> int:

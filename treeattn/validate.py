@@ -270,14 +270,19 @@ def validate_addresses(step: Step, token_slots: int | None = None, fresh: bool =
         if nodes[b] == 0:
             continue
         own = slice(rows[b], rows[b] + nodes[b])
-        behind = nodes[b] if step.nodes_in_table else 0
+        behind = nodes[b] if step.nodes_in_table and step.part != "prefix" else 0
+        if kv.kv_start is not None and not 0 <= int(kv.kv_start[b]) <= prefixes[b]:
+            begins = int(kv.kv_start[b])
+            raise ValueError(f"request {b}: kv_start is {begins}, must be 0 to its prefix_len {prefixes[b]}")
         start = kv.start_of(b, prefixes[b])
         held = prefixes[b] - start
-        _validate_room(kv, b, held, behind)
-        first = max(_first_token(step, own) - start, 0) // kv.page_size
+        if step.tokens_needed(held, nodes[b]) > 0:
+            _validate_room(kv, b, held, behind)
+        first = max(_first_token(step, own) - start, 0)
+        first = (held if step.part == "tree" else min(first, held)) // kv.page_size
         # with the call's own K and V the nodes' places are not read, though the plan wants room for them
         _validate_pages(kv, b, first, held if fresh else held + behind, token_slots)
-        if kv.tree_slots is not None and not step.fresh_tree and not fresh:
+        if kv.tree_slots is not None and not step.fresh_tree and not fresh and step.part != "prefix":
             _validate_slots(kv.tree_slots[own].long(), b, token_slots)
 
 

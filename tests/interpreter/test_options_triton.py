@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from option_bodies import (
     COMBINATIONS,
+    EDGES,
     general_masks_take_the_callers_positions,
     hybrid_groups_share_one_layout,
     merged_parts_are_the_whole,
@@ -42,3 +45,8 @@ def test_hybrid_groups() -> None:
 def test_batch_invariance(seed: int) -> None:
     rows_do_not_depend_on_the_batch(SETTING, seed)
     rows_do_not_depend_on_the_batch(SETTING, seed, Options(window_left=20, sinks=True))
+
+
+@pytest.mark.parametrize("body", EDGES, ids=lambda body: body.__name__)
+def test_edge(body: Callable[[Setting], None]) -> None:
+    body(SETTING)

@@ -60,6 +60,7 @@ from .tiles import (
     tile_pages,
     tree_words,
     window_rows,
+    within_int32,
 )
 
 
@@ -210,6 +211,8 @@ def attention_kernel(
             v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
             k_factor = cache_scale(k_scale, kv_head, K_SCALE)
             v_factor = cache_scale(v_scale, kv_head, V_SCALE)
+            if FRESH and SCALED:
+                v_factor += tl.zeros([], tl.float32)
 
             # page ids are fetched one tile ahead, in registers: were they loaded in the loop that uses them, Triton's
             # pipeline would wait for every copy in flight to get at them
@@ -236,8 +239,7 @@ def attention_kernel(
                 else:
                     v = decode(load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM_V, BLOCK_V, False), dtype, FP8)
                 acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, valid, scale, k_factor,
-                                               v_factor, soft_cap, False, SCALED, CAPPED,
-                                               BLOCK_REST > 0)  # fmt: skip
+                                               soft_cap, False, SCALED, CAPPED, BLOCK_REST > 0)  # fmt: skip
 
             # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
             # the loop and held in (and spilled from) the registers that it needs
@@ -259,7 +261,7 @@ def attention_kernel(
                     inside = tl.where(in_prefix, position < bound, node < present)
                     in_tree = inside & (position >= prefix)
                     own = tl.load(positions_ptr + first_row + node, mask=in_tree, other=0) - prefix_len
-                    at = tl.where(in_prefix, position, prefix + own.to(tl.int32))
+                    at = tl.where(in_prefix, position, prefix + within_int32(own))
                     sees = ((words[:, None] >> e[None, :]) & 1 != 0) | (in_prefix & valid)[:, None]
                     sees = sees & inside[None, :] & (at[None, :] >= since[:, None])
                     needed = tl.max(sees.to(tl.int32), 0) > 0
@@ -283,11 +285,13 @@ def attention_kernel(
                     v = edge_load(v_head_ptr, v_own_ptr, page, within, in_prefix, position, node, needed, prefix,
                                   first_row, stride_v_page, stride_v_slot, stride_v_tree_row, 0, dtype, FRESH, FP8,
                                   WIDE, HEAD_DIM_V, BLOCK_V)  # fmt: skip
-                k_by, v_by = k_factor, v_factor
+                k_by = k_factor
                 if FRESH and SCALED:
+                    # fresh V is behind all of the cache, which has its factor then
                     k_by = tl.where(in_prefix, k_factor, 1.0)
-                    v_by = tl.where(in_prefix, v_factor, 1.0)
-                acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, scale, k_by, v_by,
+                    acc = acc * tl.where(in_prefix, 1.0, v_factor)
+                    v_factor = tl.where(in_prefix, v_factor, 1.0)
+                acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, scale, k_by,
                                                soft_cap, True, SCALED, CAPPED, BLOCK_REST > 0)  # fmt: skip
 
             whole = (begin == 0) & (last == item_tiles)
@@ -300,6 +304,9 @@ def attention_kernel(
             lse_base = head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP)
             part_base = partial_out_ptr + slot.to(tl.int64) * (BLOCK_M * HEAD_DIM_V)
             part_lse_base = partial_lse_ptr + slot.to(tl.int64) * BLOCK_M
+            if SCALED:
+                # not on the weights, which have 16 bits and would underflow
+                acc = acc * v_factor
             if CAPPED:
                 acc, lse2 = normalise(acc, row_max, row_sum)
             else:

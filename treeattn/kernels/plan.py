@@ -155,8 +155,10 @@ def plan_kernel(
         gone = tl.load(kv_start_ptr + b, mask=in_batch, other=0).to(tl.int64)
         prefix -= tl.minimum(tl.maximum(gone, 0), tl.maximum(prefix, 0).to(tl.int64)).to(tl.int32)
     needed = prefix.to(tl.int64)
-    if NODES_IN_TABLE:
+    if NODES_IN_TABLE and PART != PART_PREFIX:
         needed += nodes
+    elif PART == PART_TREE:
+        needed = needed * 0
     too_long = in_batch & (nodes > 0) & (needed > pages * PAGE_SIZE)
     nodes = tl.where(too_long, 0, nodes)
 

@@ -210,11 +210,17 @@ def cache_scale(scale, kv_head, KIND: tl.constexpr):
 
 
 @triton.jit
+def within_int32(position):
+    """A position counted from prefix_len, held to what sums of two fit into, as the plan does."""
+    return tl.minimum(tl.maximum(position, -0x3FFFFFFF), 0x3FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def window_rows(positions_ptr, rows, valid, first_row, prefix, prefix_len, window_left, GROUP: tl.constexpr):
     """Where each packed row begins to see, counted as its request's keys are."""
     node = (rows.to(tl.uint32) // GROUP).to(tl.int32)
     at = tl.load(positions_ptr + first_row + node, mask=valid, other=0) - prefix_len
-    return prefix + at.to(tl.int32) - window_left
+    return prefix + within_int32(at) - window_left
 
 
 @triton.jit
@@ -239,12 +245,12 @@ def tanh(x):
 
 
 @triton.jit
-def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_factor, v_factor, soft_cap,
+def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_factor, soft_cap,
            MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr):  # fmt: skip
     """One KV tile of the online softmax; ``row_max`` is of the scores before ``sm_scale``, which must be positive.
 
-    ``sees`` is read only if MASKED, ``k_factor`` and ``v_factor`` only if SCALED, the dims of ``q_rest`` and ``k_rest``
-    only if REST. If CAPPED, ``row_max`` is of capped scores in base 2 and ``sm_scale`` is inside the cap.
+    ``sees`` is read only if MASKED, ``k_factor`` only if SCALED, the dims of ``q_rest`` and ``k_rest`` only if REST. If
+    CAPPED, ``row_max`` is of capped scores in base 2 and ``sm_scale`` is inside the cap.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if REST:
@@ -267,8 +273,6 @@ def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_fac
     weights = tl.exp2(scores * scale - base[:, None])
     decay = tl.exp2(row_max * scale - base)
     row_sum = row_sum * decay + tl.sum(weights, 1)
-    if SCALED:
-        weights = weights * v_factor
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, new_max, row_sum
 
@@ -277,7 +281,8 @@ def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_fac
 def add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP: tl.constexpr, IN_LSE: tl.constexpr):
     """Give each row's sink its weight; a row that saw nothing stays 0 and -inf."""
     head = kv_head * GROUP + (rows.to(tl.uint32) % GROUP).to(tl.int32)
-    sink2 = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32) / LN2
+    sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
+    sink2 = tl.minimum(tl.maximum(sink, -1e37), 1e37) / LN2  # inf - inf would be NaN
     top = tl.maximum(lse2, sink2)
     total2 = top + tl.log2(tl.exp2(lse2 - top) + tl.exp2(sink2 - top))
     acc = acc * tl.exp2(lse2 - total2)[:, None]
