@@ -252,7 +252,7 @@ class StaticBuffers:
         A batch-invariant one has ``4 * R * (head_dim_v + 1)`` for each of :func:`treeattn.plan.invariant_slots`
         in place of the first term.
         """
-        from .config import select_config
+        from .config import group_config
 
         meta = torch.device("meta")
         owners: list[Any] = [TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=meta)]
@@ -262,10 +262,7 @@ class StaticBuffers:
             for other in ("kv", "backend"):
                 options.pop(other, None)
             group = Geometry.of(**options)
-            config = select_config(
-                arch, group.dtype, group.group, group.head_dim, max_q_len, head_dim_v=group.head_dim_v,
-                shared_kv=group.shared_kv, kv_dtype=group.kv_dtype,
-            )  # fmt: skip
+            config = group_config(arch, group, max_q_len)
             programs = num_sms * config.programs_per_sm
             slots = None
             if group.batch_invariant:

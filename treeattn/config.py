@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .geometry import Geometry
+
 KIB = 1024
 
 SHARED_PER_SM: dict[int, int] = {
@@ -22,6 +24,9 @@ SHARED_PER_SM: dict[int, int] = {
 
 SHARED_RESERVED = 1 * KIB
 """What the system takes of it for each block that runs there."""
+
+EDGE_KEYS = 32
+"""Keys of an edge tile: one 32-bit mask word a row, and half the registers of a full tile."""
 
 INVARIANT_KEYS = 2048
 """Keys of a split in batch-invariant mode: one request of 128k and 8 KV heads then has 512 splits for 264 programs."""
@@ -191,6 +196,14 @@ def select_config(
     if chip == 90:
         return _hopper(block_d)
     return _many_rows(chip, dtype, rows, block_d, fp8=kv_dtype not in (None, dtype))
+
+
+def group_config(arch: int, geometry: Geometry, max_q_len: int) -> KernelConfig:
+    """:func:`select_config` for a group of layers."""
+    return select_config(
+        arch, geometry.dtype, geometry.group, geometry.head_dim, max_q_len, head_dim_v=geometry.head_dim_v,
+        shared_kv=geometry.shared_kv, kv_dtype=geometry.kv_dtype,
+    )  # fmt: skip
 
 
 def _hopper(block_d: int) -> KernelConfig:

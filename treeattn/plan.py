@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import backends
 from .capabilities import Asked
-from .config import KernelConfig, select_config
+from .config import EDGE_KEYS, KernelConfig, group_config
 from .geometry import Geometry, Part
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout
@@ -293,10 +293,7 @@ def prepare_step(
     name = backends.resolve(backend, layout.device, asked)
     programs, buffers = 0, None
     if name == "triton":
-        config = config or select_config(
-            backends.arch(layout.device), geometry.dtype, geometry.group, geometry.head_dim, layout.max_q_len,
-            head_dim_v=geometry.head_dim_v, shared_kv=geometry.shared_kv, kv_dtype=geometry.kv_dtype,
-        )  # fmt: skip
+        config = config or group_config(backends.arch(layout.device), geometry, layout.max_q_len)
         programs = backends.num_programs(layout.device, config)
         slots = None
         if geometry.batch_invariant:
@@ -325,11 +322,10 @@ def invariant_slots(geometry: Geometry, config: KernelConfig, batch: int, max_q_
     block_m)``: ``num_kv_heads * row_tiles * (kv_tokens / (N * S) + batch * (2 + (N / 32 + 1 + ceil(max_q_len / 32)) /
     S))``, each quotient rounded down but the last, which is rounded up.
     """
-    edge = 32
-    keys = edge if geometry.window_left >= 0 else config.block_n
+    keys = EDGE_KEYS if geometry.window_left >= 0 else config.block_n
     split = config.split_tiles
     row_tiles = -(-max_q_len * geometry.group // config.block_m)
-    ends = -(-(config.block_n // edge + 1 + -(-max_q_len // edge)) // split)
+    ends = -(-(config.block_n // EDGE_KEYS + 1 + -(-max_q_len // EDGE_KEYS)) // split)
     return geometry.num_kv_heads * row_tiles * (kv_tokens // (keys * split) + batch * (2 + ends))
 
 

@@ -212,7 +212,7 @@ def attention_kernel(
             k_factor = cache_scale(k_scale, kv_head, K_SCALE)
             v_factor = cache_scale(v_scale, kv_head, V_SCALE)
             if FRESH and SCALED:
-                v_factor += tl.zeros([], tl.float32)
+                v_factor += tl.zeros([], tl.float32)  # a loop changes it, which a constant cannot be
 
             # page ids are fetched one tile ahead, in registers: were they loaded in the loop that uses them, Triton's
             # pipeline would wait for every copy in flight to get at them

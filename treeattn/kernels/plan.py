@@ -35,7 +35,10 @@ Outputs (int32):
 import triton
 import triton.language as tl
 
-BLOCK_E = tl.constexpr(32)  # keys of an edge tile: one 32-bit mask word a row, and half the registers of a full tile
+from ..config import EDGE_KEYS
+from .tiles import within_int32
+
+BLOCK_E = tl.constexpr(EDGE_KEYS)
 WORK_FIELDS = tl.constexpr(16)
 WORK_REQUEST = tl.constexpr(0)
 WORK_KV_HEAD = tl.constexpr(1)
@@ -97,7 +100,7 @@ def position_range(positions_ptr, qo_indptr_ptr, b, in_batch, nodes, prefix, COL
         node = begin + tl.arange(0, COLUMNS)
         real = node[None, :] < nodes[:, None]
         at = tl.load(positions_ptr + first_row[:, None] + node[None, :], mask=real, other=0) - prefix[:, None]
-        at = tl.minimum(tl.maximum(at, -0x3FFFFFFF), 0x3FFFFFFF).to(tl.int32)
+        at = within_int32(at)
         low = tl.minimum(low, tl.min(tl.where(real, at, 0x3FFFFFFF), 1))
         high = tl.maximum(high, tl.max(tl.where(real, at, -0x3FFFFFFF), 1))
     return low, high

@@ -211,7 +211,7 @@ def cache_scale(scale, kv_head, KIND: tl.constexpr):
 
 @triton.jit
 def within_int32(position):
-    """A position counted from prefix_len, held to what sums of two fit into, as the plan does."""
+    """A position counted from prefix_len, held to what sums of two fit into."""
     return tl.minimum(tl.maximum(position, -0x3FFFFFFF), 0x3FFFFFFF).to(tl.int32)
 
 
