@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from treeattn.graphs import capture
+
 __all__ = ["Timing", "time_calls", "time_graph", "time_host"]
 
 REPLAYS = 15
@@ -35,17 +37,17 @@ def time_graph(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Ti
     The calls rotate over copies of their inputs, so that each finds a cold L2: the caller provides enough of them.
     """
     rounds = -(-FEWEST_CALLS // len(calls))
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in list(calls[:2]) * 2:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def each() -> None:
         for _ in range(rounds):
             for call in calls:
                 call()
+
+    def some() -> None:
+        for call in calls[:2]:
+            call()
+
+    graph, _ = capture(each, warm_up=some)
     for _ in range(2):
         graph.replay()
     new_event: Callable[[], Any] = functools.partial(torch.cuda.Event, enable_timing=True)
