@@ -134,8 +134,7 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
     for request in range(work.batch):
         mask[request, 0] = inputs.visible(request)
     mask = mask.view(work.batch, 1, group * q_len, length)
-    # the query heads of a KV head as rows; what torch 2.11 picks by itself for a mask on Hopper was wrong either way
-    backends = [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH]
+    # the query heads of a KV head as rows
     by_head = (work.batch, q_len, work.kv_heads, group, work.head_dim)
     q = inputs.q.view(by_head).permute(0, 2, 3, 1, 4).reshape(work.batch, work.kv_heads, group * q_len, work.head_dim)
 
@@ -144,8 +143,7 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
 
     def call(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         def attend() -> Tensor:
-            with torch.nn.attention.sdpa_kernel(backends):
-                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             rows = out.view(work.batch, work.kv_heads, group, q_len, work.dim_v)
             return rows.permute(0, 3, 1, 2, 4).reshape(work.total_q, work.qo_heads, work.dim_v)
 
@@ -235,6 +233,8 @@ def unsuited(provider: str, work: Workload) -> str | None:
     if provider == "sdpa":
         if work.shared_kv:
             return "it takes no latent rows (MLA)"
+        if work.nodes is not None:
+            return "what it gives for rows that see nothing depends on the kernel it takes"
         uniform = work.q_lens is None and work.prefixes is None
         return None if uniform else "it takes no requests of different lengths"
     if work.nodes is not None:
