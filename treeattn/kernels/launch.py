@@ -34,6 +34,7 @@ POSITIONS = 4096  # of nodes that a program of the plan looks at together
 PARTS = {"all": 0, "prefix": 1, "tree": 2}
 FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 LOG2_E = 1.4426950408889634
+E4M3_ARCH = 89  # compute capability from which one instruction makes float16 of e4m3
 PDL_ARCH = 90  # compute capability from which kernels may be launched ahead of the end of the one before
 
 
@@ -206,7 +207,8 @@ class LayerLaunch:
             step.kv.page_size * max(abs(cache_strides[1]), abs(cache_strides[4])),
         )
         wide = max(reach) >= 2**31
-        pdl = (backends.arch(step.layout.device) if arch is None else arch) >= PDL_ARCH
+        arch = backends.arch(step.layout.device) if arch is None else arch
+        pdl = arch >= PDL_ARCH
         rows = q.shape[0]
         shared = {
             "GROUP": step.group,
@@ -237,6 +239,7 @@ class LayerLaunch:
         if config.max_registers:
             options["maxnreg"] = config.max_registers
         arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, scoring)
+        arguments["DECODE"] = 0 if arch == 0 else 2 if arch >= E4M3_ARCH else 1
         self.attention = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
         arguments, programs = _finish_arguments(step, rows, zero_tail)
         options = {"num_warps": 1, "enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
@@ -348,6 +351,7 @@ def _attention_arguments(
         "CAPPED": scoring.logits_soft_cap > 0,
         "NEGATE": scoring.sm_scale < 0,
         "SAME_STRIDES": cache_strides[:3] == cache_strides[3:],
+        "SLOT_STRIDE": cache_strides[1] if step.shared_kv and cache_strides[1] < 2**20 else 0,
         "BLOCK_D": padded(step.head_dim_v if step.shared_kv else step.head_dim),
         "BLOCK_REST": padded(rest) if rest > 0 else 0,
         "STAGES": config.num_stages,
