@@ -339,8 +339,9 @@ def attention_kernel(
             if whole:
                 if SINKS != 0:
                     acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)
-                store_out(out_base, lse_base, acc, lse2, rows, valid, stride_out_row, stride_out_head, stride_lse_row,
-                          stride_lse_head, GROUP, HEAD_DIM_V, BLOCK_V, HAS_LSE, WIDE)  # fmt: skip
+                store_out(out_base, lse_base, acc, lse2, rows, valid, tl.arange(0, BLOCK_V), stride_out_row,
+                          stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM_V, HAS_LSE,
+                          WIDE)  # fmt: skip
             else:
                 store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM_V, BLOCK_V)
             if SPLIT > 0:

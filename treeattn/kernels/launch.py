@@ -29,6 +29,7 @@ PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of fo
 ZERO_ROWS = 8  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 INVARIANT_ROWS, INVARIANT_PARTS = 2, 8  # rows and parts of a merge in batch-invariant mode
+MERGE_DIMS = 128  # that one program of the finish kernel merges of a row: wide rows are merged by several at once
 MERGE_ELEMENTS = 4096  # of partials that the one warp of a finish program has in flight: 128 registers of a thread
 POSITIONS = 4096  # of nodes that a program of the plan looks at together
 PARTS = {"all": 0, "prefix": 1, "tree": 2}
@@ -371,7 +372,8 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
     parts = 2 + (triton.cdiv(step.num_programs, max(merges, 1)) if by_item else 0)
     if step.batch_invariant:  # nor may the order of sums depend on a capacity
         chunk_rows, chunks, parts = INVARIANT_ROWS, triton.cdiv(tile_rows, INVARIANT_ROWS), INVARIANT_PARTS
-    parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (padded(step.head_dim_v) * chunk_rows), 1))
+    dims = min(padded(step.head_dim_v), MERGE_DIMS)
+    parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (dims * chunk_rows), 1))
     arguments = {
         "item_start_ptr": step.buffers.item_start,
         "share_ptr": step.buffers.share,
@@ -384,7 +386,9 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "BY_ITEM": by_item,
         "BLOCK_M": config.block_m,
         "CHUNK_ROWS": chunk_rows,
+        "CHUNK_DIMS": dims,
         "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
     }
-    return arguments, merges * chunks + triton.cdiv(rows, ZERO_ROWS)
+    programs = chunks * (padded(step.head_dim_v) // dims)
+    return arguments, merges * programs + triton.cdiv(rows, ZERO_ROWS)

@@ -368,13 +368,12 @@ def normalise(acc, row_max, row_sum):
 
 
 @triton.jit
-def store_out(out_base, lse_base, acc, lse2, rows, valid, stride_out_row, stride_out_head, stride_lse_row,
-              stride_lse_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-              HAS_LSE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Write finished rows to ``out`` and ``lse``."""
-    d = tl.arange(0, BLOCK_D)
+def store_out(out_base, lse_base, acc, lse2, rows, valid, d, stride_out_row, stride_out_head, stride_lse_row,
+              stride_lse_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_LSE: tl.constexpr,
+              WIDE: tl.constexpr):  # fmt: skip
+    """Write finished rows, of which `acc` has the dims `d`, to ``out`` and ``lse``."""
     mask = valid[:, None]
-    if BLOCK_D != HEAD_DIM:
+    if d.shape[0] != HEAD_DIM:
         mask = mask & (d < HEAD_DIM)[None, :]
     offsets = row_offsets(rows, stride_out_row, stride_out_head, GROUP, WIDE)
     tl.store(out_base + offsets[:, None] + d[None, :], acc.to(out_base.dtype.element_ty), mask=mask)
