@@ -222,7 +222,7 @@ def attention_kernel(
             words_base = mask_words_ptr + first_row.to(tl.int64) * num_words
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            row_sum = tl.zeros([BLOCK_M, 2, 4] if BLOCK_REST > 0 else [BLOCK_M], tl.float32)
 
             if CSR:
                 pages_ptr = table_ptr + tl.load(kv_indptr_ptr + request)
@@ -265,6 +265,8 @@ def attention_kernel(
                                                k_factor, soft_cap, zero, False, SCALED, CAPPED, BLOCK_REST > 0,
                                                HALF)  # fmt: skip
 
+            if BLOCK_REST > 0:
+                row_sum = tl.sum(tl.sum(row_sum, 2), 1)
             # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
             # the loop and held in (and spilled from) the registers that it needs
             rows = row0 + m

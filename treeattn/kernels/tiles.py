@@ -304,23 +304,23 @@ def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_fac
         rest = tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
         weights = rest
         new_max = row_max
-        decay = row_max
+        decay = tl.zeros_like(row_max)
         if zero == 0:
             # a sum of two dots would be made a dot that accumulates
             scores = tl.fma(rest, 1.0, tl.dot(q, tl.trans(k), input_precision="ieee"))
             weights, new_max, row_sum, decay = soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap,
-                                                      MASKED, SCALED, CAPPED, ROW_SCALE, v.dtype)  # fmt: skip
+                                                      MASKED, SCALED, CAPPED, ROW_SCALE, not MASKED)  # fmt: skip
     else:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         weights, new_max, row_sum, decay = soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, MASKED,
-                                                  SCALED, CAPPED, ROW_SCALE, v.dtype)  # fmt: skip
+                                                  SCALED, CAPPED, ROW_SCALE, False)  # fmt: skip
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, new_max, row_sum
 
 
 @triton.jit
 def soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, MASKED: tl.constexpr, SCALED: tl.constexpr,
-           CAPPED: tl.constexpr, ROW_SCALE: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+           CAPPED: tl.constexpr, ROW_SCALE: tl.constexpr, SPREAD: tl.constexpr):  # fmt: skip
     """Weights of a KV tile as `dtype`, the rows' new maximum and sum, and what is left of what they had before."""
     if SCALED:
         scores = scores * k_factor
@@ -341,7 +341,12 @@ def soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, MASKED:
     base = base * scale
     weights = tl.exp2(scores * each - base[:, None])
     decay = tl.exp2(row_max * scale - base)
-    row_sum = row_sum * decay + tl.sum(weights, 1)
+    if SPREAD:
+        # where the matrix unit left them, a thread has all but the axes of 2 and 4: the rest is summed after the loop
+        parts = tl.reshape(weights, [weights.shape[0], 2, weights.shape[1] // 16, 4, 2])
+        row_sum = row_sum * decay[:, None, None] + tl.sum(tl.sum(parts, 4), 2)
+    else:
+        row_sum = row_sum * decay + tl.sum(weights, 1)
     return weights, new_max, row_sum, decay
 
 
