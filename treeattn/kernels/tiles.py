@@ -321,7 +321,10 @@ def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_fac
 @triton.jit
 def soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, MASKED: tl.constexpr, SCALED: tl.constexpr,
            CAPPED: tl.constexpr, ROW_SCALE: tl.constexpr, SPREAD: tl.constexpr):  # fmt: skip
-    """Weights of a KV tile as `dtype`, the rows' new maximum and sum, and what is left of what they had before."""
+    """Weights of a KV tile, the rows' new maximum and sum, and what is left of what they had before.
+
+    ``row_sum`` is of sums that have yet to be summed, ``[rows, 2, 4]``, if SPREAD.
+    """
     if SCALED:
         scores = scores * k_factor
     scale = sm_scale
