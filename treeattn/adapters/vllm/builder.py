@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from treeattn import PagedKV, StaticBuffers, Step
 
-from .trees import current_trees
+from .trees import DraftTrees, current_trees
 from .verify import VerifyStep
 
 
@@ -116,9 +116,11 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         requests, prefills, rows, _ = split_decodes_and_prefills(
             common_attn_metadata, decode_threshold=self.max_q_len
         )
+        # asked for in every step: one of prefills alone drops the trees of its requests
+        sources = self._sources(common_attn_metadata, requests)
         return TreeAttentionMetadata(
             **{field.name: getattr(base, field.name) for field in fields(base)},
-            verify=self._verify(common_attn_metadata, requests, rows) if requests else None,
+            verify=self._verify(common_attn_metadata, requests, rows, sources) if requests else None,
             prefill=super().build(0, _behind(common_attn_metadata, requests, rows)) if prefills else None,
         )
 
@@ -126,14 +128,13 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         """The metadata of vLLM itself: a drafter takes no trees and has its own steps."""
         return super().build(0, common_attn_metadata, fast_build=True)
 
-    def _verify(self, common: Any, requests: int, rows: int) -> VerifyStep:
+    def _verify(self, common: Any, requests: int, rows: int, sources: tuple[DraftTrees, Tensor] | None) -> VerifyStep:
         starts = common.query_start_loc[: requests + 1]
         step = {
             "prefix_lens": common.seq_lens[:requests] - starts.diff(),
             "qo_indptr": starts,
             "kv": PagedKV(block_table=common.block_table_tensor[:requests], page_size=self.block_size),
         }
-        sources = self._sources(common, requests)
         if sources is None:
             self.buffers.update_(chain=True, **step)
         else:
@@ -142,7 +143,7 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             self.buffers.update_(parents=parents, num_nodes=num_nodes, **step)
         return VerifyStep(self.buffers.layout, self.kv, self.steps, rows)
 
-    def _sources(self, common: Any, requests: int) -> tuple[Any, Tensor] | None:
+    def _sources(self, common: Any, requests: int) -> tuple[DraftTrees, Tensor] | None:
         """The trees of the process and whose each request has; None where all are chains."""
         trees, slots = current_trees(), common.req_idx
         if trees is None or slots is None:
