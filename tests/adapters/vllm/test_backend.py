@@ -105,8 +105,12 @@ def trees(layers: Layers, of_slot: dict[int, list[int]], requests: dict[int, str
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_trees_of_each_request(window: int | None, calls: list[Any]) -> None:
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_trees_of_each_request(
+    backend: str, window: int | None, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three shapes in one padded batch, rows in another order than slots."""
+    monkeypatch.setattr(TreeAttentionMetadataBuilder, "kernel_backend", backend)
     layers = Layers(windows=(window, window))
     shapes = {3: TREE, 0: [-1, 0, 0, 0, 0, 0]}
     trees(layers, shapes)
@@ -187,6 +191,16 @@ def test_prefills_go_to_vllm_beside_verifies(calls: list[Any], monkeypatch: pyte
     out = layers.forward(layer, alone, metadata, inputs)
     assert_close(out, layers.truth(layer, alone, inputs[0]), TOLERANCE["float32"])
     assert len(calls) == 1
+
+
+def test_without_speculative_decoding_it_decodes() -> None:
+    layers = Layers(drafts=0)
+    layer = layers.layers[0]
+    assert layers.builders[0].max_q_len == 1
+    step = Batch(lens=[1, 1, 9], prefixes=[20, 5, 3], prefilling=[False, False, True])
+    inputs = layers.inputs(step)
+    out = layers.forward(layer, step, layers.metadata(step), inputs)
+    assert_close(out, layers.truth(layer, step, inputs[0]), TOLERANCE["float32"])
 
 
 def test_more_rows_than_the_buffers_hold_are_zero() -> None:

@@ -55,7 +55,7 @@ def test_the_walk_in_a_batch_of_every_kind(layers: Layers) -> None:
     after = [11, 14, 0, 0, 15, 99, 61, 8, 0, 33, 44, 55]
     logits_rows = [*range(10), 13, 23]
     found = accept_trees(
-        verify, draft, torch.tensor(after), query_start_loc=torch.tensor(step.starts, dtype=torch.int32),
+        verify, draft, torch.tensor(after),
         logits_indices=torch.tensor(logits_rows), cu_num_logits=torch.tensor([0, 6, 9, 10, 11, 12], dtype=torch.int32),
     )  # fmt: skip
     assert found.num_sampled.tolist() == [4, 2, 1, 1, 1]
@@ -73,7 +73,7 @@ def test_drafts_behind_a_prompts_tail_are_rejected(layers: Layers) -> None:
     verify = prepared(layers, step, [0])
     found = accept_trees(
         verify, torch.tensor([4, 5, 6, 21, 22]), torch.tensor([21, 22, 23]),
-        query_start_loc=torch.tensor([0, 5], dtype=torch.int32), logits_indices=torch.tensor([2, 3, 4]),
+        logits_indices=torch.tensor([2, 3, 4]),
         cu_num_logits=torch.tensor([0, 3], dtype=torch.int32),
     )  # fmt: skip
     assert (found.sampled[0, 0].item(), found.num_sampled.tolist(), found.num_rejected.tolist()) == (21, [1], [2])
@@ -87,7 +87,7 @@ def test_a_malformed_tree_yields_no_token(layers: Layers) -> None:
     verify = layers.metadata(step)["model.layers.0.attn"].verify
     found = accept_trees(
         verify, torch.zeros(6, dtype=torch.int32), torch.zeros(6, dtype=torch.int64),
-        query_start_loc=torch.tensor([0, 6], dtype=torch.int32), logits_indices=torch.arange(6),
+        logits_indices=torch.arange(6),
         cu_num_logits=torch.tensor([0, 6], dtype=torch.int32),
     )  # fmt: skip
     assert (found.num_sampled.tolist(), found.num_rejected.tolist()) == ([0], [6])
@@ -98,7 +98,7 @@ def test_a_malformed_tree_yields_no_token(layers: Layers) -> None:
 def test_without_a_verify_step_each_request_samples_once() -> None:
     found = accept_trees(
         None, torch.zeros(12, dtype=torch.int32), torch.tensor([7, 8]),
-        query_start_loc=torch.tensor([0, 9, 12], dtype=torch.int32), logits_indices=torch.tensor([8, 11]),
+        logits_indices=torch.tensor([8, 11]),
         cu_num_logits=torch.tensor([0, 1, 2], dtype=torch.int32),
     )  # fmt: skip
     assert found.sampled.tolist() == [[7], [8]]
@@ -108,7 +108,7 @@ def test_without_a_verify_step_each_request_samples_once() -> None:
 def test_mismatched_logits_are_refused() -> None:
     with pytest.raises(ValueError, match="3 target tokens, but 2 logits rows"):
         accept_trees(
-            None, torch.zeros(2), torch.zeros(3), query_start_loc=torch.tensor([0, 2]),
+            None, torch.zeros(2), torch.zeros(3),
             logits_indices=torch.arange(2), cu_num_logits=torch.tensor([0, 2]),
         )  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_compaction_moves_accepted_rows_and_nothing_else(layers: Layers) -> None
         rows[1, :2] = torch.tensor([0, 2])
         accepted = accept_trees(
             verify, torch.arange(12) % 6, torch.tensor([1, 4, 0, 0, 5, 9, 2, 0, 9, 0, 0, 0]),
-            query_start_loc=torch.tensor([0, 6, 12], dtype=torch.int32), logits_indices=torch.arange(12),
+            logits_indices=torch.arange(12),
             cu_num_logits=torch.tensor([0, 6, 12], dtype=torch.int32),
         ).accepted  # fmt: skip
         assert torch.equal(accepted.rows[:2], rows[:2])

@@ -97,7 +97,6 @@ def accept_trees(
     input_ids: Tensor,
     target_tokens: Tensor,
     *,
-    query_start_loc: Tensor,
     logits_indices: Tensor,
     cu_num_logits: Tensor,
 ) -> TreeAcceptance:
@@ -115,7 +114,6 @@ def accept_trees(
         What went into the model.
     target_tokens : Tensor int32 or int64 [num_logits]
         The target's token, greedy or sampled, for each logits row.
-    query_start_loc : Tensor int32 [>= num_reqs + 1]
     logits_indices : Tensor int64 [num_logits]
         Flat row of each logits row.
     cu_num_logits : Tensor int32 [num_reqs + 1]
