@@ -112,7 +112,7 @@ class DraftTrees:
             raise ValueError(f"slot {outside[0]} is outside the {self.max_reqs} slots of the runner")
         if len(set(places)) != count:
             raise ValueError(f"a slot occurs twice in {places}")
-        at = torch.tensor(places, dtype=torch.int64, device=self.parents.device)
+        at = self._on_device(places)
         self.parents[at, :width] = parents.to(torch.int32)
         # a tree has its root, whatever a drafter that found nothing says
         self.num_nodes[at] = width if num_nodes is None else num_nodes.clamp(1, width).to(torch.int32)
@@ -144,8 +144,14 @@ class DraftTrees:
                 if request is not None and wanted and request == self.request_at(int(slot)):
                     rows[row] = int(slot)
             some = any(row != chain for row in rows)
-            self._sources = torch.tensor(rows, dtype=torch.int64, device=self.parents.device) if some else None
+            self._sources = self._on_device(rows) if some else None
         return self._sources
+
+    def _on_device(self, values: list[int]) -> Tensor:
+        """An int64 tensor, copied without waiting for the stream."""
+        device = self.parents.device
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return host.to(device, non_blocking=True)
 
     def gather(self, sources: Tensor, query_start_loc: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """The trees of a batch, cut to its query rows: any first rows of a tree are a tree.
