@@ -1,7 +1,7 @@
 """vLLM's V2 runner on a CPU: its own configuration, attention layers, metadata, KV cache and request table.
 
 The model is ours and tiny (two decoder layers around vLLM's `Attention`), since vLLM's own layers need compiled
-operators; `dense_logits` is the same model in plain attention, as an oracle.
+operators; `TinyModel.greedy` decodes with the same weights in plain attention, as an oracle.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, MAX_LEN, BLOCK = 48, 64, 4, 2, 32, 2, 128, 16
+_scratch = tempfile.TemporaryDirectory()
 
 
-def model_folder(**more: Any) -> str:
-    folder = tempfile.mkdtemp()
+def model_folder() -> str:
+    """A folder with the configuration of a small Llama, from which vLLM reads sizes."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
         "num_hidden_layers": LAYERS, "intermediate_size": 64, "vocab_size": VOCAB, "max_position_embeddings": MAX_LEN,
-        "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1, **more,
+        "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1,
     }  # fmt: skip
-    Path(folder, "config.json").write_text(json.dumps(config))
-    return folder
+    Path(_scratch.name, "config.json").write_text(json.dumps(config))
+    return _scratch.name
 
 
 def make_config(drafts: int, max_reqs: int = 4, dtype: str = "float32", cache_dtype: str = "auto") -> VllmConfig:
@@ -136,9 +137,8 @@ def make_process_groups() -> None:
     """The groups of one process, which the runner asks for."""
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 
-    file = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
-        init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
+        init_distributed_environment(1, 0, f"file://{_scratch.name}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
 
 

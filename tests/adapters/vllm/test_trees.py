@@ -181,28 +181,32 @@ def test_another_width_is_refused_by_name(layers: Layers) -> None:
         layers.metadata(Batch(lens=[6], prefixes=[20]))
 
 
-def test_pipeline_parallelism_is_refused(layers: Layers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("pipeline_parallel_size", 2, "pipeline parallelism"), ("enable_dbo", True, "microbatches")],
+)
+def test_trees_are_refused_where_they_cannot_be_whole(
+    layers: Layers, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, message: str
+) -> None:
+    step = Batch(lens=[6], prefixes=[20])
+    monkeypatch.setattr(layers.config.parallel_config, name, value)
+    layers.metadata(step)  # chains work
     Table(layers, a=0)
-    monkeypatch.setattr(layers.config.parallel_config, "pipeline_parallel_size", 2)
-    with pytest.raises(NotImplementedError, match="pipeline parallelism"):
-        layers.metadata(Batch(lens=[6], prefixes=[20]))
+    with pytest.raises(NotImplementedError, match=message):
+        layers.metadata(step)
 
 
-def test_metadata_without_request_slots_is_a_chain(layers: Layers) -> None:
+def test_metadata_without_request_slots_has_chains_and_refuses_trees(layers: Layers) -> None:
     """The V1 runner says no `req_idx`."""
-    table = Table(layers, a=0)
-    table.put("a", TREE)
-    seen: list[Any] = []
     builder = layers.builders[0]
     real = builder.build
-
-    def without(prefix: int, common: Any, fast_build: bool = False) -> Any:
-        seen.append(common.req_idx)
-        return real(prefix, common.replace(req_idx=None), fast_build)
-
-    builder.build = without
+    builder.build = lambda prefix, common, fast=False: real(prefix, common.replace(req_idx=None), fast)
     try:
-        assert table.parents(Batch(lens=[6], prefixes=[20])) == [CHAIN]
+        step = Batch(lens=[6], prefixes=[20])
+        layers.metadata(step)
+        assert builder.buffers.layout.parents[:6].tolist() == CHAIN
+        table = Table(layers, a=0)
+        with pytest.raises(NotImplementedError, match="use the V2 model runner"):
+            table.parents(step)
     finally:
         del builder.build
-    assert len(seen) == 1

@@ -187,6 +187,6 @@ def test_a_part_that_is_missing_or_wrong_is_noticed(broken: Callable[[Run], None
     monkeypatch.setattr(impl_module, "tree_attention", impl_module.tree_attention)
     run = Run(monkeypatch)
     broken(run)
-    run.decode("a")
+    run.decode("ab")
     with pytest.raises(AssertionError, match="is not what greedy says"):
-        run.check("a")
+        run.check("ab")

@@ -146,23 +146,32 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
     def _sources(self, common: Any, requests: int) -> tuple[DraftTrees, Tensor] | None:
         """The trees of the process and whose each request has; None where all are chains."""
         trees, slots = current_trees(), common.req_idx
-        if trees is None or slots is None:
+        if trees is None:
             return None
-        if trees.max_q_len != self.max_q_len:
-            raise ValueError(
-                f"DraftTrees was made for {trees.max_q_len} rows a request, vLLM verifies {self.max_q_len} "
-                f"(1 + num_speculative_tokens)"
-            )
-        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise NotImplementedError(
-                "trees with pipeline parallelism: the drafter runs on the last rank only, and the layers of the others "
-                "would verify a chain"
-            )
+        self._check_trees(trees, has_slots=slots is not None)
         verifying = _verifying(common, requests, len(slots))
         if verifying is None:
             return None
         taken = trees.take(slots, verifying)
         return None if taken is None else (trees, taken)
+
+
+    def _check_trees(self, trees: DraftTrees, has_slots: bool) -> None:
+        if trees.max_q_len != self.max_q_len:
+            raise ValueError(
+                f"DraftTrees was made for {trees.max_q_len} rows a request, vLLM verifies {self.max_q_len} "
+                f"(1 + num_speculative_tokens)"
+            )
+        parallel = self.vllm_config.parallel_config
+        if not has_slots:
+            raise NotImplementedError("trees without request slots in the metadata (req_idx): use the V2 model runner")
+        if parallel.pipeline_parallel_size > 1:
+            raise NotImplementedError(
+                "trees with pipeline parallelism: the drafter runs on the last rank only, and the layers of the others "
+                "would verify a chain"
+            )
+        if parallel.use_ubatching:
+            raise NotImplementedError("trees with microbatches (--enable-dbo): a step has one layout for each of them")
 
 
 def _verifying(common: Any, requests: int, count: int) -> Sequence[bool] | None:

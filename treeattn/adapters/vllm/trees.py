@@ -107,6 +107,8 @@ class DraftTrees:
         for name, given in (("parents", parents), ("num_nodes", num_nodes)):
             if given is not None and given.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"{name} must be int32 or int64, got {given.dtype}")
+            if given is not None and given.device != self.parents.device:
+                raise ValueError(f"{name} is on {given.device}, the trees are on {self.parents.device}")
         places = [int(slot) for slot in slots]
         if outside := [slot for slot in places if not 0 <= slot < self.max_reqs]:
             raise ValueError(f"slot {outside[0]} is outside the {self.max_reqs} slots of the runner")
