@@ -120,16 +120,17 @@ class Layers:
             padded[:reqs] = table[:reqs]
             tables.append(padded)
         prefilling = batch.prefilling or [False] * reqs
+        arguments: dict[str, Any] = {
+            "attn_groups": self.groups, "num_reqs": reqs + batch.pad_reqs, "num_tokens": batch.rows + batch.pad_tokens,
+            "query_start_loc_gpu": starts, "query_start_loc_cpu": starts.clone(), "max_query_len": max(batch.lens),
+            "seq_lens": torch.tensor(lens, dtype=torch.int32), "max_seq_len": max(lens), "block_tables": tables,
+            "slot_mappings": torch.stack([self.slot_mapping(batch, g) for g in range(len(self.groups))]),
+            "kv_cache_config": self.cache, "seq_lens_cpu_upper_bound": torch.tensor(lens, dtype=torch.int32),
+            "is_prefilling": torch.tensor(prefilling), "for_cudagraph_capture": capture,
+            "req_idx": np.array(batch.slots or range(reqs), dtype=np.intp),
+        }  # fmt: skip
         with set_current_vllm_config(self.config):
-            return build_attn_metadata(
-                attn_groups=self.groups, num_reqs=reqs + batch.pad_reqs, num_tokens=batch.rows + batch.pad_tokens,
-                query_start_loc_gpu=starts, query_start_loc_cpu=starts.clone(), max_query_len=max(batch.lens),
-                seq_lens=torch.tensor(lens, dtype=torch.int32), max_seq_len=max(lens), block_tables=tables,
-                slot_mappings=torch.stack([self.slot_mapping(batch, g) for g in range(len(self.groups))]),
-                kv_cache_config=self.cache, seq_lens_cpu_upper_bound=torch.tensor(lens, dtype=torch.int32),
-                is_prefilling=torch.tensor(prefilling), for_cudagraph_capture=capture,
-                req_idx=np.array(batch.slots or range(reqs), dtype=np.intp), **more,
-            )  # fmt: skip
+            return build_attn_metadata(**{**arguments, **more})
 
     def inputs(self, batch: Batch, extra: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of every row; those of no request are NaN."""

@@ -55,6 +55,7 @@ def vllm_output(layers: Layers, layer: Any, metadata: Any, q: torch.Tensor) -> t
         {},
         {"dtype": "float16"},
         {"layout": "LBHNC"},
+        {"layout": "BLNHC", "windows": (None, None)},
         {"windows": (20,)},
         {"logits_soft_cap": 5.0},
         {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
@@ -127,6 +128,18 @@ def test_trees_of_each_request(
         chain = layers.truth(layer, Batch(step.lens, step.prefixes), inputs[0])
         assert float((chain - truth).abs().max()) > 0.01
     assert len(calls) == len(layers.layers)
+
+
+def test_the_device_knows_the_rows_of_a_request_and_the_host_does_not() -> None:
+    """Adaptive verification divides the drafts among the requests on the device; only the total is the host's."""
+    layers = Layers()
+    layer = layers.layers[0]
+    trees(layers, {0: TREE, 1: TREE})
+    step = Batch(lens=[2, 6], prefixes=[37, 16], pad_reqs=1, parents={0: TREE[:2], 1: TREE})
+    metadata = layers.metadata(step, query_start_loc_cpu=torch.tensor([0, 4, 8, 8], dtype=torch.int32))
+    inputs = layers.inputs(step)
+    out = layers.forward(layer, step, metadata, inputs)
+    assert_close(out, layers.truth(layer, step, inputs[0]), TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("keys", [19, 20, 21])
