@@ -175,6 +175,16 @@ def test_two_windows_in_a_model_are_two_steps(calls: list[Any]) -> None:
     assert [one.window_left for one in calls] == [-1, 11, -1, 11]
 
 
+def test_layers_of_one_cache_group_may_have_unlike_windows() -> None:
+    """Without vLLM's hybrid cache manager every layer is in one group."""
+    layers = Layers(windows=(None, 12, 12))
+    of_group = layers.builders[0]
+    names = [layer.layer_name for layer in layers.layers]
+    builder = type(of_group)(of_group.kv_cache_spec, names, layers.config, torch.device("cpu"), 8)
+    assert [builder.steps[name].window_left for name in names] == [-1, 11, 11]
+    assert len(builder.buffers.groups) == 2
+
+
 def test_prefills_go_to_vllm_beside_verifies(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     layers = Layers()
     layer = layers.layers[0]

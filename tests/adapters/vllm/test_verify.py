@@ -18,11 +18,11 @@ def layers() -> Layers:
     return Layers(windows=(None, None))
 
 
-def prepared(layers: Layers, step: Batch, slots: list[int]) -> Any:
+def prepared(layers: Layers, step: Batch, slots: list[int], tree: list[int] = TREE) -> Any:
     """The verify step of a batch whose requests in `slots` have a tree."""
     trees = DraftTrees(4, 6, request_at=str, device="cpu")
     trees.install()
-    trees.put(slots, [str(slot) for slot in slots], torch.tensor([TREE] * len(slots), dtype=torch.int32))
+    trees.put(slots, [str(slot) for slot in slots], torch.tensor([tree] * len(slots), dtype=torch.int32))
     return layers.metadata(step)["model.layers.0.attn"].verify
 
 
@@ -114,19 +114,19 @@ def test_mismatched_logits_are_refused() -> None:
 
 
 def test_compaction_moves_accepted_rows_and_nothing_else(layers: Layers) -> None:
-    """Across a block border, in every layer, once where layers share a cache."""
+    """Across a block border, in every layer, once where layers share a cache: the second time would move what moved."""
     step = Batch(lens=[6, 6], prefixes=[13, 40])
-    verify = prepared(layers, step, [0, 1])
+    verify = prepared(layers, step, [0, 1], [-1, 0, 0, 2, 3, 3])
     first, second = layers.layers
     before = first.kv_cache.clone()
     own = second.kv_cache
     second.kv_cache = first.kv_cache  # as a layer with kv_sharing_target_layer_name has it
     try:
         rows = torch.full((4, 6), -1, dtype=torch.int32)
-        rows[0, :4] = torch.tensor([0, 1, 4, 5])
+        rows[0, :4] = torch.tensor([0, 2, 3, 4])
         rows[1, :2] = torch.tensor([0, 2])
         accepted = accept_trees(
-            verify, torch.arange(12) % 6, torch.tensor([1, 4, 0, 0, 5, 9, 2, 0, 9, 0, 0, 0]),
+            verify, torch.arange(12) % 6, torch.tensor([2, 9, 3, 4, 9, 9, 2, 0, 9, 0, 0, 0]),
             logits_indices=torch.arange(12),
             cu_num_logits=torch.tensor([0, 6, 12], dtype=torch.int32),
         ).accepted  # fmt: skip
@@ -135,7 +135,7 @@ def test_compaction_moves_accepted_rows_and_nothing_else(layers: Layers) -> None
     finally:
         second.kv_cache = own
     expected = before.clone()
-    for request, path, prefix in ((0, [0, 1, 4, 5], 13), (1, [0, 2], 40)):
+    for request, path, prefix in ((0, [0, 2, 3, 4], 13), (1, [0, 2], 40)):
         table = layers.tables[0][request].long()
         for to, node in enumerate(path):
             source, target = prefix + node, prefix + to
