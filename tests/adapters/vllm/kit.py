@@ -45,15 +45,18 @@ def model_folder() -> str:
     return _scratch.name
 
 
-def make_config(drafts: int, max_reqs: int = 4, dtype: str = "float32", cache_dtype: str = "auto") -> VllmConfig:
+def make_config(
+    drafts: int, max_reqs: int = 4, dtype: str = "float32", cache_dtype: str = "auto", drafter: str | None = None
+) -> VllmConfig:
     """A server's configuration; `drafts` is num_speculative_tokens, 0 for no speculative decoding."""
     model = ModelConfig(model=model_folder(), skip_tokenizer_init=True, dtype=dtype, max_model_len=MAX_LEN)
     speculative = None
     if drafts:
+        ngram: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        method = {"method": "custom_class", "model": drafter} if drafter else ngram
         speculative = SpeculativeConfig(
-            method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=3, prompt_lookup_min=1,
-            target_model_config=model, target_parallel_config=ParallelConfig(),
-        )  # fmt: skip
+            num_speculative_tokens=drafts, target_model_config=model, target_parallel_config=ParallelConfig(), **method
+        )
     return VllmConfig(
         model_config=model, device_config=DeviceConfig("cpu"),
         cache_config=CacheConfig(block_size=BLOCK, cache_dtype=cache_dtype),
