@@ -105,11 +105,23 @@ def _device(text: str) -> str:
 
 
 def _info(args: argparse.Namespace) -> int:
+    if args.vllm:
+        return _info_vllm()
     from . import info
 
     found = info.gather(tuple(args.geometry or info.DEFAULT_GEOMETRIES), args.q_len, args.dtype, args.arch)
     _say(json.dumps(found, indent=1) if args.json else info.render(found))
     return OK
+
+
+def _info_vllm() -> int:
+    from .adapters.vllm import hooks
+
+    if hooks.installed_version() is None:
+        raise ValueError("vLLM is not installed in this environment")
+    found = hooks.look_up_all()
+    _say(hooks.render(found))
+    return OK if all(one.matches for one in found) else WRONG
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -314,6 +326,7 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw
         "--arch", type=_at_least(80), metavar="CC", help="describe another chip: compute capability times ten, e.g. 90"
     )
     info.add_argument("--json", action="store_true", help="print JSON")
+    info.add_argument("--vllm", action="store_true", help="print what the vLLM adapter uses of vLLM, and if it fits")
     info.set_defaults(run=_info)
 
 
