@@ -155,7 +155,6 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         taken = trees.take(slots, verifying)
         return None if taken is None else (trees, taken)
 
-
     def _check_trees(self, trees: DraftTrees, has_slots: bool) -> None:
         if trees.max_q_len != self.max_q_len:
             raise ValueError(
