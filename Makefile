@@ -16,13 +16,14 @@ TRITON_OLD_DIR := .triton36
 TRITON_OLD_STAMP := $(TRITON_OLD_DIR)/.complete
 
 .DELETE_ON_ERROR:
-.PHONY: help setup model demo test lint bench peers clean
+.PHONY: help setup model demo test lint bench plots peers clean
 
 help:
 	@echo "make demo   decode with a real model and draft trees, and compare with plain greedy decoding"
 	@echo "make test   lint, type checks and every test that needs no GPU"
 	@echo "make lint   ruff and mypy alone"
 	@echo "make bench  the named workloads on the GPU of this machine (BENCH_ARGS=...)"
+	@echo "make plots  draw docs/plots from the committed results"
 	@echo "make peers  bring the FlashAttention-3 and FlashMLA binaries for the benchmark into .peers"
 	@echo "make clean  remove .venv, .triton36 and all caches"
 
@@ -62,6 +63,10 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(VENV)/bin/treeattn bench $(BENCH_ARGS)
+
+plots: $(STAMP)
+	rm -f docs/plots/*.png
+	$(VENV)/bin/treeattn bench plot benchmarks/results/h200-*.json --out docs/plots --only prefix q_len ratio
 
 peers:
 	bash ../shared/tools/peers.sh .peers

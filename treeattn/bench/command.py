@@ -149,6 +149,8 @@ def _share(text: str) -> float:
 
 
 def _plot(argv: Sequence[str]) -> int:
+    from .plots import PICTURES, plot_files
+
     parser = argparse.ArgumentParser(
         prog="treeattn bench plot",
         description="Draw results from their JSON alone: latency against prefix and against q_len with the floor, the "
@@ -156,10 +158,9 @@ def _plot(argv: Sequence[str]) -> int:
     )
     parser.add_argument("files", nargs="+", metavar="RESULT.json")
     parser.add_argument("--out", default=".", metavar="DIR", help="where the PNG files go (default: here)")
+    parser.add_argument("--only", nargs="+", choices=tuple(PICTURES), default=tuple(PICTURES), help="some pictures")
     args = parser.parse_args(argv)
-    from .plots import plot_files
-
-    written, undrawn = plot_files(args.files, args.out)
+    written, undrawn = plot_files(args.files, args.out, args.only)
     for path in written:
         _say(f"written: {path}")
     for name, reason in undrawn.items():

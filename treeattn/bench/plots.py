@@ -15,7 +15,7 @@ from .compare import load_result
 from .providers import CHAINS
 from .report import Row, geomean, page_asked, shape_key, shape_text, target_of
 
-__all__ = ["NothingToDrawError", "plot_files", "source_of"]
+__all__ = ["PICTURES", "NothingToDrawError", "plot_files", "source_of"]
 
 STYLES = {
     "treeattn_triton": ("#0072b2", "o"), "treeattn_cuda": ("#d55e00", "D"), "fa3_causal": ("#009e73", "s"),
@@ -233,8 +233,10 @@ def source_of(file: str | Path) -> str:
     return f"{Path(file).name} sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()}"
 
 
-def plot_files(files: Sequence[str | Path], out: str | Path) -> tuple[list[Path], dict[str, str]]:
-    """Draw every picture of every result into a folder, as ``<result>-<picture>.png``.
+def plot_files(
+    files: Sequence[str | Path], out: str | Path, only: Sequence[str] = tuple(PICTURES)
+) -> tuple[list[Path], dict[str, str]]:
+    """Draw the pictures of every result into a folder, as ``<result>-<picture>.png``; `only` names some of them.
 
     Returns
     -------
@@ -255,10 +257,10 @@ def plot_files(files: Sequence[str | Path], out: str | Path) -> tuple[list[Path]
     plt = _pyplot()
     written, undrawn = [], {}
     for file, stem, result in zip(files, stems, results, strict=True):
-        for name, draw in PICTURES.items():
+        for name in only:
             path = Path(out) / f"{stem}-{name}.png"
             try:
-                figure = draw(result)
+                figure = PICTURES[name](result)
             except NothingToDrawError as error:
                 undrawn[path.name] = str(error)
                 continue

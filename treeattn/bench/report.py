@@ -39,8 +39,10 @@ def page_asked(row: Row) -> tuple[int, str]:
 
     Results of earlier revisions have the provider's page alone; what treeattn took is the workload's.
     """
-    own = row["page_size"] if row["provider"].startswith("treeattn") else 64
-    return int(row.get("page_size_asked", own)), str(row.get("kv_layout", "NHD"))
+    own: int = row["page_size"] if row["provider"].startswith("treeattn") else 64
+    page: int = row.get("page_size_asked", own)
+    layout: str = row.get("kv_layout", "NHD")
+    return page, layout
 
 
 def shape_text(row: Row) -> str:

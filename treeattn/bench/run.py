@@ -17,7 +17,7 @@ from .calls import Calls, empty_out, group_args, kv_of, layer_call
 from .gate import GateError, gate
 from .inputs import COLD_BYTES, Inputs
 from .providers import PROVIDERS, unavailable, unsuited
-from .timing import Timing, time_calls, time_graph, time_host
+from .timing import Timing, measure_ceilings, time_calls, time_graph, time_host
 from .workloads import Workload
 
 __all__ = ["environment", "run_workloads", "save"]
@@ -175,7 +175,7 @@ def run_workloads(
     Returns
     -------
     dict
-        ``env``; ``rows``, each with kind, batch, q_len, prefix, qo_heads, kv_heads, page_size, kv_dtype, provider, us,
+        ``env``, on a GPU with its measured ceilings; ``rows``, each with kind, batch, q_len, prefix, qo_heads, kv_heads, page_size, kv_dtype, provider, us,
         p20, p80, floor_us, rel_err and more; ``failed``, rows of the same shape with `error` in place of times;
         ``skipped``, likewise with `reason`: the workload is not for the provider; ``left_out``, reasons by provider:
         it cannot run here, or no workload is for it.
@@ -186,6 +186,9 @@ def run_workloads(
     failed: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     lost: str | None = None
+    env = environment(device)
+    if device.type == "cuda":
+        env |= measure_ceilings(device)
     for index, work in enumerate(workloads):
         inputs = None
         for name in usable:
@@ -209,7 +212,7 @@ def run_workloads(
                     lost = f"not run: {name} on {work.name()} left the device unusable"
         if progress:
             progress(f"[{index + 1}/{len(workloads)}] {work.name()}")
-    return {"env": environment(device), "left_out": left_out, "failed": failed, "skipped": skipped, "rows": rows}
+    return {"env": env, "left_out": left_out, "failed": failed, "skipped": skipped, "rows": rows}
 
 
 def save(result: dict[str, Any], path: str | Path) -> None:
