@@ -35,10 +35,9 @@ def flash_attn_interface() -> Any:
     ) -> Any:  # fmt: skip
         assert cache_seqlens.dtype == torch.int32
         assert len(cache_seqlens) == batch_size
-        assert int(cache_seqlens.max()) <= max_seqlen_k
         assert not causal
         return SimpleNamespace(
-            lengths=cache_seqlens, q_len=max_seqlen_q, packed=cu_seqlens_q is not None, page_size=page_size,
+            lengths=cache_seqlens, q_len=max_seqlen_q, keys=max_seqlen_k, packed=cu_seqlens_q is not None, page_size=page_size,
             heads=(num_heads_q, num_heads_kv, headdim), dtype=qkv_dtype,
         )  # fmt: skip
 
@@ -56,6 +55,8 @@ def flash_attn_interface() -> Any:
         assert (meta.lengths is cache_seqlens, meta.packed, meta.page_size) == (True, packed, page_size)
         assert meta.heads == (q.shape[-2], heads, dim)
         assert meta.dtype == q.dtype
+        # as the library counts its splits: metadata for fewer keys would name splits that the call has no room for
+        assert meta.keys == page_table.shape[1] * page_size
         assert meta.q_len == (max_seqlen_q if packed else q.shape[1])
         assert not causal
         assert return_softmax_lse

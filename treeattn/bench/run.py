@@ -175,10 +175,10 @@ def run_workloads(
     Returns
     -------
     dict
-        ``env``, on a GPU with its measured ceilings; ``rows``, each with kind, batch, q_len, prefix, qo_heads, kv_heads, page_size, kv_dtype, provider, us,
-        p20, p80, floor_us, rel_err and more; ``failed``, rows of the same shape with `error` in place of times;
-        ``skipped``, likewise with `reason`: the workload is not for the provider; ``left_out``, reasons by provider:
-        it cannot run here, or no workload is for it.
+        ``env``, on a GPU with its measured ceilings; ``rows``, each with kind, batch, q_len, prefix, qo_heads,
+        kv_heads, page_size, kv_dtype, provider, us, p20, p80, floor_us, rel_err and more; ``failed``, rows of the same
+        shape with `error` in place of times; ``skipped``, likewise with `reason`: the workload is not for the
+        provider; ``left_out``, reasons by provider: it cannot run here, or no workload is for it.
     """
     left_out = {name: reason for name in providers if (reason := unavailable(name, device, workloads)) is not None}
     usable = [name for name in providers if name not in left_out]

@@ -94,7 +94,7 @@ def measure_ceilings(device: torch.device, copy_bytes: int = 2**31, size: int = 
     """What this device reaches, by the clock of the rows.
 
     ``copy_tb_s`` is of a copy of `copy_bytes`, reads and writes counted, ``bf16_tflop_s`` of a product of square
-    matrices. The floors of the rows are those of an H200; with these two numbers a result of another chip tells its own.
+    matrices. The floors of the rows are those of an H200: a result of another chip tells its own by these numbers.
     """
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

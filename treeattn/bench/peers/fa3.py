@@ -54,17 +54,18 @@ def variants(inputs: Inputs) -> list[Calls]:
     import flash_attn_interface as library
 
     work = inputs.workload
-    q_len, deepest_prefix = max(work.all_q_lens), max(work.all_prefixes)
+    q_len = max(work.all_q_lens)
     found = []
     for page_size in PAGE_SIZES:
         paged = inputs.paged(page_size)
         slots, counts = ancestor_slots(inputs, paged)
+        # the metadata is made for as many keys as the table holds, since the call counts its splits from the table
         geometry = work.qo_heads, work.kv_heads, work.head_dim
         prefix_args = {
             "cache_seqlens": inputs.prefix_lens, "page_table": paged.table, "cu_seqlens_q": inputs.qo_indptr,
             "max_seqlen_q": q_len,
             "scheduler_metadata": library.get_scheduler_metadata(
-                work.batch, q_len, deepest_prefix, *geometry, inputs.prefix_lens, inputs.dtype,
+                work.batch, q_len, paged.table.shape[1] * page_size, *geometry, inputs.prefix_lens, inputs.dtype,
                 cu_seqlens_q=inputs.qo_indptr, page_size=page_size, causal=False,
             ),
         }  # fmt: skip
