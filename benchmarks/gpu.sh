@@ -14,11 +14,11 @@
 # demo      draft trees through a CUDA graph: float32 exact, bfloat16 with the first divergence, and without a graph
 #
 # Each stage prints its seconds and exit status; the script fails if one did. Peers: PEERS=folder that holds fa3/ and
-# flash_mla_pkg/, and whatever else is to be beside them on PYTHONPATH (flashinfer, sglang).
+# flash_mla_pkg/; others (flashinfer, sglang) are found where they are installed or on PYTHONPATH.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 : "${OUT:=benchmarks/results}" "${REV:=$(git rev-parse HEAD 2>/dev/null || echo unknown)}" "${CASES:=2000}"
-export PYTHONPATH="$PWD${PEERS:+:$PEERS/fa3:$PEERS/flash_mla_pkg}" PYTHONUNBUFFERED=1 TREEATTN_GIT_REV="$REV"
+export PYTHONPATH="$PWD${PEERS:+:$PEERS/fa3:$PEERS/flash_mla_pkg}${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TREEATTN_GIT_REV="$REV"
 failed=0
 
 stage() {
