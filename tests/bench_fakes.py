@@ -37,8 +37,8 @@ def flash_attn_interface() -> Any:
         assert len(cache_seqlens) == batch_size
         assert not causal
         return SimpleNamespace(
-            lengths=cache_seqlens, q_len=max_seqlen_q, keys=max_seqlen_k, packed=cu_seqlens_q is not None, page_size=page_size,
-            heads=(num_heads_q, num_heads_kv, headdim), dtype=qkv_dtype,
+            lengths=cache_seqlens, q_len=max_seqlen_q, keys=max_seqlen_k, packed=cu_seqlens_q is not None,
+            page_size=page_size, heads=(num_heads_q, num_heads_kv, headdim), dtype=qkv_dtype,
         )  # fmt: skip
 
     def flash_attn_with_kvcache(
