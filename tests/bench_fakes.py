@@ -193,3 +193,48 @@ def vllm_unified() -> Any:
         assert max_seqlen_k == int(seqused_k.max())
 
     return SimpleNamespace(unified_attention=unified_attention)
+
+
+def flashinfer_xqa() -> Any:
+    """FlashInfer's XQA: the prefix is seen by every row, mask bits in words of 16, rows of 32 bits."""
+
+    def xqa(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, output: Tensor,
+        workspace_buffer: Tensor, semaphores: Tensor, num_kv_heads: int, page_size: int, *, kv_layout: str = "NHD",
+        q_seq_len: int = 1, mask: Tensor | None = None, q_cu_seq_lens: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        assert (page_table.dtype, seq_lens.dtype, semaphores.dtype) == (torch.int32, torch.uint32, torch.uint32)
+        assert workspace_buffer.dtype == torch.uint8
+        assert not semaphores.view(torch.int32).any()
+        assert page_size in (16, 32, 64, 128)
+        assert output.shape == q.shape
+        held = [cache.transpose(1, 2) if kv_layout == "HND" else cache for cache in (k_cache, v_cache)]
+        assert held[0].shape[1:3] == (page_size, num_kv_heads)
+        batch = len(seq_lens)
+        assert seq_lens.shape == (batch, 1)
+        words = (q_seq_len + 31) // 32 * 2
+        if q_cu_seq_lens is None:
+            assert q.shape[:-2] == ((batch, 1, q_seq_len) if q_seq_len > 1 else (batch, 1))
+            assert (mask is None) == (q_seq_len == 1)
+            assert mask is None or mask.shape == (batch, q_seq_len, words)
+            starts = [request * q_seq_len for request in range(batch + 1)]
+        else:
+            starts = q_cu_seq_lens.tolist()
+            assert mask is not None
+            assert mask.shape == (starts[-1], words)
+            assert q_seq_len == int(q_cu_seq_lens.diff().max())
+        flat, target = q.flatten(0, -3), output.view(-1, *q.shape[-2:])
+        for request, length in enumerate(seq_lens[:, 0].tolist()):
+            rows = slice(starts[request], starts[request + 1])
+            count = rows.stop - rows.start
+            seen = torch.ones(count, length, dtype=torch.bool)
+            if mask is not None:
+                assert mask.dtype == torch.uint16
+                for row, line in enumerate(mask.view(-1, words)[rows].tolist()):
+                    for node in range(count):
+                        seen[row, length - count + node] = bool(line[node // 16] >> node % 16 & 1)
+            pages = page_table[request, : -(-length // page_size)].long()
+            k, v = (cache[pages].flatten(0, 1)[:length] for cache in held)
+            target[rows] = dense(flat[rows], k, v, q.shape[-1] ** -0.5, seen)[0]
+
+    return SimpleNamespace(xqa=xqa)

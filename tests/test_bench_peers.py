@@ -13,7 +13,7 @@ import torch
 from treeattn.bench import providers
 from treeattn.bench.gate import GateError, gate
 from treeattn.bench.inputs import Inputs
-from treeattn.bench.peers import PEERS, fa3, sglang, vllm
+from treeattn.bench.peers import PEERS, fa3, flashinfer_xqa, sglang, vllm
 from treeattn.bench.peers.merge import merge_states
 from treeattn.bench.run import run_workloads
 from treeattn.bench.workloads import SETS, Workload
@@ -30,6 +30,7 @@ ONE = dataclasses.replace(BASE, batch=1)
 MODULES: dict[str, tuple[str, Any]] = {
     "fa3_cascade": ("flash_attn_interface", bench_fakes.flash_attn_interface),
     "flashinfer_custom_mask": ("flashinfer", bench_fakes.flashinfer),
+    "flashinfer_xqa": ("flashinfer.xqa", bench_fakes.flashinfer_xqa),
     "sglang_extend": (sglang.MODULES[0], bench_fakes.sglang_extend),
     "vllm_qq_bias": (vllm.MODULES[0], bench_fakes.vllm_unified),
 }
@@ -50,6 +51,9 @@ def _fake(name: str) -> dict[str, Any]:
         ("flashinfer_custom_mask", BASE), ("flashinfer_custom_mask", RAGGED), ("flashinfer_custom_mask", FP8),
         ("flashinfer_custom_mask", WINDOW),
         ("flashinfer_custom_mask", dataclasses.replace(RAGGED, kv_layout="HND", page_size=1)),
+        ("flashinfer_xqa", BASE), ("flashinfer_xqa", RAGGED),
+        ("flashinfer_xqa", dataclasses.replace(BASE, q_len=37, kv_layout="HND", page_size=64)),
+        ("flashinfer_xqa", dataclasses.replace(BASE, q_len=1, dtype="float16")),
         ("sglang_extend", BASE), ("sglang_extend", RAGGED), ("sglang_extend", LATENT),
         ("sglang_extend", dataclasses.replace(BASE, prefix=0, dtype="float32")),
         ("vllm_qq_bias", ONE), ("vllm_qq_bias", dataclasses.replace(ONE, q_len=1, page_size=64)),
@@ -72,6 +76,7 @@ def test_a_peer_calls_its_library_rightly(name: str, work: Workload) -> None:
     assert [calls.page_size for calls in variants] == pages
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_on_a_cpu() -> None:
     for work in (dataclasses.replace(BASE, dtype="float32"), dataclasses.replace(WINDOW, dtype="float32")):
         inputs = Inputs(work, CPU, cold_bytes=0)
@@ -112,6 +117,15 @@ def test_slots_of_the_ancestors() -> None:
     ]  # fmt: skip
 
 
+def test_rows_of_a_draft_mask() -> None:
+    inputs = Inputs(Workload("x", 1, 4, 5, 4, 2, 16), CPU, cold_bytes=0)
+    inputs.parents.copy_(torch.tensor([-1, 0, 0, 2]))
+    assert flashinfer_xqa.packed_rows(inputs.tree_rows(0), 4).tolist() == [[1, 0], [3, 0], [5, 0], [13, 0]]
+    last = torch.zeros(1, 33, dtype=torch.bool)
+    last[0, [15, 32]] = True
+    assert flashinfer_xqa.packed_rows(last, 33).tolist() == [[2**15, 0, 1, 0]]
+
+
 def test_merging_takes_states_without_keys() -> None:
     out_a, out_b = torch.full((2, 3, 4), 2.0), torch.full((2, 3, 4), torch.nan)
     lse_a, lse_b = torch.zeros(3, 2).T, torch.full((2, 3), -torch.inf)
@@ -127,20 +141,22 @@ def test_what_peers_are_not_for() -> None:
     assert reasons == {
         "fa3_cascade": [True, True, False, False, False, False, True],
         "flashinfer_custom_mask": [True, True, False, True, True, False, True],
+        "flashinfer_xqa": [True, True, False, False, False, False, True],
         "sglang_extend": [True, True, True, False, False, False, True],
         "flex_attention": [True, False, False, False, True, False, True],
         "vllm_qq_bias": [False, False, False, False, False, False, True],
     }
     for odd in ({"kv_layout": "HND"}, {"page_size": 1}, {"dtype": "float32"}):
         assert PEERS["vllm_qq_bias"].unsuited(dataclasses.replace(ONE, **odd))
-    for name in ("fa3_cascade", "flashinfer_custom_mask"):
+    assert PEERS["flashinfer_xqa"].unsuited(dataclasses.replace(BASE, page_size=1))
+    for name in ("fa3_cascade", "flashinfer_custom_mask", "flashinfer_xqa"):
         assert PEERS[name].unsuited(dataclasses.replace(BASE, dtype="float32"))
     assert "measured for treeattn alone" in str(providers.unsuited("fa3_cascade", SETS["step"]()[0]))
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_a_peer_that_is_not_there_says_so(name: str) -> None:
-    path, _ = MODULES[name]
+    path = "flashinfer" if name == "flashinfer_xqa" else MODULES[name][0]
     assert "GPU" in str(providers.unavailable(name, CPU))
     nothing = dict.fromkeys((path, *sglang.MODULES, *vllm.MODULES, path.split(".")[0]))
     with mock.patch.dict("sys.modules", nothing):
@@ -164,7 +180,7 @@ def test_who_runs_unasked() -> None:
     assert providers.usual_providers(CPU) == ["treeattn_torch", "sdpa"]
     assert providers.usual_providers(CUDA) == [
         "treeattn_triton", "treeattn_cuda", "fa3_causal", "flashmla_causal", "fa3_cascade", "flashinfer_custom_mask",
-        "sglang_extend", "sdpa",
+        "flashinfer_xqa", "sglang_extend", "sdpa",
     ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ __all__ = ["PICTURES", "NothingToDrawError", "plot_files", "source_of"]
 STYLES = {
     "treeattn_triton": ("#0072b2", "o"), "treeattn_cuda": ("#d55e00", "D"), "fa3_causal": ("#009e73", "s"),
     "flashmla_causal": ("#009e73", "s"), "fa3_cascade": ("#cc79a7", "^"), "flashinfer_custom_mask": ("#e69f00", "v"),
-    "sglang_extend": ("#56b4e9", "P"), "sdpa": ("#777777", "X"),
+    "flashinfer_xqa": ("#b8860b", "<"), "sglang_extend": ("#56b4e9", "P"), "sdpa": ("#777777", "X"),
 }  # fmt: skip
 """Colour and marker of a provider, the same in every picture (colours of Okabe and Ito, apart for the colour-blind)."""
 OTHERS = ("#8a6d3b", "*"), ("#6a3d9a", "h"), ("#b15928", "p")

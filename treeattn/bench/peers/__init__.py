@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..calls import Calls
 from ..inputs import Inputs
 from ..workloads import Workload
-from . import fa3, flashinfer, flex, sglang, vllm
+from . import fa3, flashinfer, flashinfer_xqa, flex, sglang, vllm
 
 __all__ = ["PEERS", "Peer"]
 
@@ -46,6 +46,9 @@ PEERS = {
     "fa3_cascade": Peer(fa3.variants, fa3.unsuited, fa3.missing, "FlashAttention-3 needs a Hopper GPU"),
     "flashinfer_custom_mask": Peer(
         flashinfer.variants, flashinfer.unsuited, flashinfer.missing, "FlashInfer's kernels need a GPU"
+    ),
+    "flashinfer_xqa": Peer(
+        flashinfer_xqa.variants, flashinfer_xqa.unsuited, flashinfer_xqa.missing, "FlashInfer's kernels need a GPU"
     ),
     "sglang_extend": Peer(sglang.variants, sglang.unsuited, sglang.missing, "SGLang's Triton kernel needs a GPU"),
     "flex_attention": Peer(flex.variants, flex.unsuited, lambda: None, None, on_request=True),

@@ -37,6 +37,9 @@ def variants(inputs: Inputs) -> list[Calls]:
     def visible(request: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return seen[request, row, key]
 
+    if inputs.device.type == "cuda":
+        # a kernel a shape: after eight of them the compiler would give up and run the plain form without a word
+        torch.compiler.reset()
     block_mask = create_block_mask(visible, work.batch, None, q_len, length, device=str(inputs.device))
     attention = torch.compile(flex_attention, dynamic=False) if inputs.device.type == "cuda" else flex_attention
     q = inputs.q.view(work.batch, q_len, work.qo_heads, work.head_dim).transpose(1, 2)
