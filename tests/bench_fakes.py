@@ -5,11 +5,30 @@ Each fake refuses what its original would misread, so that a peer which passes t
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def modules(entries: Mapping[str, Any]) -> Iterator[None]:
+    """Put entries into `sys.modules` (None: it does not import), and take these alone out again.
+
+    What is imported meanwhile stays: libraries such as Triton abort when they are loaded a second time.
+    """
+    before = {name: sys.modules[name] for name in entries if name in sys.modules}
+    sys.modules.update(entries)
+    try:
+        yield
+    finally:
+        for name in entries:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:

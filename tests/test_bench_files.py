@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import bench_fakes
 import pytest
 from bench_rows import fake_row
 
@@ -46,7 +46,7 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
     assert works == read_workloads(tmp_path / "own.json")
     assert works[0] == Workload("mine", 2, 9, 20, prefixes=(10, 31), q_lens=(9, 4))
     with (
-        mock.patch.dict("sys.modules", {"tomllib": None, "tomli": None}),
+        bench_fakes.modules({"tomllib": None, "tomli": None}),
         pytest.raises(NotImplementedError, match=r"Python 3\.11 or the package tomli"),
     ):
         read_workloads(tmp_path / "own.toml")

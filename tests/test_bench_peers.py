@@ -62,7 +62,7 @@ def _fake(name: str) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_peer_calls_its_library_rightly(name: str, work: Workload) -> None:
     assert providers.unsuited(name, work) is None
-    with mock.patch.dict("sys.modules", _fake(name)):
+    with bench_fakes.modules(_fake(name)):
         assert PEERS[name].missing() is None
         inputs = Inputs(work, CPU, cold_bytes=2 * work.kv_bytes)
         assert inputs.copies == 2
@@ -86,7 +86,7 @@ def test_flex_attention_on_a_cpu() -> None:
 
 def test_the_cascade_makes_two_passes() -> None:
     fake = bench_fakes.flash_attn_interface()
-    with mock.patch.dict("sys.modules", {"flash_attn_interface": fake}):
+    with bench_fakes.modules({"flash_attn_interface": fake}):
         PEERS["fa3_cascade"].variants(Inputs(BASE, CPU, cold_bytes=0))[0].calls[0]()
     assert fake.calls == ["page 64, 2 requests", "page 1, 18 requests"]
 
@@ -94,7 +94,7 @@ def test_the_cascade_makes_two_passes() -> None:
 def test_a_cascade_without_its_tree_fails_the_gate() -> None:
     inputs = Inputs(BASE, CPU, cold_bytes=0)
     with (
-        mock.patch.dict("sys.modules", _fake("fa3_cascade")),
+        bench_fakes.modules(_fake("fa3_cascade")),
         mock.patch.object(fa3, "merge_states", lambda out_a, lse_a, out_b, lse_b, out: out.copy_(out_a)),
     ):
         calls = PEERS["fa3_cascade"].variants(inputs)[0]
@@ -159,7 +159,7 @@ def test_a_peer_that_is_not_there_says_so(name: str) -> None:
     path = "flashinfer" if name == "flashinfer_xqa" else MODULES[name][0]
     assert "GPU" in str(providers.unavailable(name, CPU))
     nothing = dict.fromkeys((path, *sglang.MODULES, *vllm.MODULES, path.split(".")[0]))
-    with mock.patch.dict("sys.modules", nothing):
+    with bench_fakes.modules(nothing):
         assert f"{path} does not import" in str(providers.unavailable(name, CUDA, [ONE]))
     broken = mock.MagicMock(side_effect=OSError("libcudart.so.13: cannot open shared object file"))
     with mock.patch("importlib.import_module", broken):
@@ -170,7 +170,7 @@ def test_older_places_of_a_library_are_found() -> None:
     fake = bench_fakes.sglang_extend()
     parts = sglang.MODULES[1].split(".")
     parents = {".".join(parts[:count]): mock.MagicMock() for count in range(1, len(parts))}
-    with mock.patch.dict("sys.modules", {**parents, sglang.MODULES[0]: None, sglang.MODULES[1]: fake}):
+    with bench_fakes.modules({**parents, sglang.MODULES[0]: None, sglang.MODULES[1]: fake}):
         assert sglang.missing() is None
         inputs = Inputs(BASE, CPU, cold_bytes=0)
         assert gate("sglang_extend", inputs, sglang.variants(inputs)[0]) < 1e-2
@@ -185,6 +185,6 @@ def test_who_runs_unasked() -> None:
 
 
 def test_a_backend_that_is_not_there_is_left_out() -> None:
-    result = run_workloads([dataclasses.replace(BASE, dtype="float32")], ["treeattn_torch", "treeattn_triton"], CPU)
+    result = run_workloads([dataclasses.replace(BASE, dtype="float32")], ["treeattn_torch", "treeattn_cuda"], CPU)
     assert [row["provider"] for row in result["rows"]] == ["treeattn_torch"]
-    assert "TRITON_INTERPRET" in result["left_out"]["treeattn_triton"]
+    assert result["left_out"]["treeattn_cuda"]

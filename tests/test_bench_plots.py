@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import bench_fakes
 import pytest
 from bench_rows import fake_row
 
@@ -128,7 +128,7 @@ def test_files_are_named_and_carry_their_source(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two results would be drawn under one name: a"):
         plot_files([files[0], tmp_path / "other/a.json"], tmp_path)
     with (
-        mock.patch.dict("sys.modules", {"matplotlib": None}),
+        bench_fakes.modules({"matplotlib": None}),
         pytest.raises(NotImplementedError, match=r"pip install 'treeattn\[bench\]'"),
     ):
         plot_files(files, tmp_path)
