@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -60,7 +61,7 @@ def _run(argv: Sequence[str]) -> int:
         prog="treeattn bench",
         description=HELP.format(
             sets=", ".join(SETS),
-            providers=", ".join(name for name in PROVIDERS if name not in on_request),
+            providers=textwrap.fill(", ".join(name for name in PROVIDERS if name not in on_request), 108),
             on_request=", ".join(on_request),
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
