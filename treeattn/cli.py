@@ -105,6 +105,12 @@ def _device(text: str) -> str:
 
 
 def _info(args: argparse.Namespace) -> int:
+    if args.sglang:
+        from .adapters.sglang import plugin
+
+        text, fits = plugin.report()
+        _say(text)
+        return OK if fits else WRONG
     from . import info
 
     found = info.gather(tuple(args.geometry or info.DEFAULT_GEOMETRIES), args.q_len, args.dtype, args.arch)
@@ -314,6 +320,9 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw
         "--arch", type=_at_least(80), metavar="CC", help="describe another chip: compute capability times ten, e.g. 90"
     )
     info.add_argument("--json", action="store_true", help="print JSON")
+    info.add_argument(
+        "--sglang", action="store_true", help="instead: whether the plugin fits the SGLang here (exit status 1 if not)"
+    )
     info.set_defaults(run=_info)
 
 
