@@ -6,7 +6,8 @@ A framework is a folder here with a `requirements.txt`, by default every one. It
 installed without their dependencies (`pip install --no-deps`): a framework's GPU packages stay away, and stand-ins
 for what cannot be installed are in the folder's `stubs/`, which its conftest puts on the path. The environment is
 `.venv-adapters/NAME-HASH`, made when the hash of requirements and Python is new, and kept; older ones of that
-name are removed. Pytest's own closing line ends each run. The exit status is 0 only if every framework's tests passed.
+name are removed. Where the requirements have pytest-xdist, TREEATTN_TEST_JOBS (default 2) processes share the tests.
+Pytest's own closing line ends each run. The exit status is 0 only if every framework's tests passed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 ENVIRONMENTS = ROOT / ".venv-adapters"
 STAMP = "complete"
+JOBS = os.environ.get("TREEATTN_TEST_JOBS", "2")
 
 
 def frameworks() -> list[str]:
@@ -60,6 +62,8 @@ def run_framework(name: str) -> int:
     print(f"--- {name}: {path.relative_to(ROOT)}", flush=True)
     # the conftest above this folder needs packages that only the project's own environment has
     command = [str(path / "bin" / "python"), "-m", "pytest", "-q", f"--confcutdir={HERE}", str(HERE / name)]
+    if "pytest-xdist" in (HERE / name / "requirements.txt").read_text():
+        command += ["-n", JOBS, "--dist", "worksteal"]
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

@@ -28,8 +28,8 @@ class Call:
 
     def __init__(
         self, dim: int = 16, dim_v: int | None = None, kv_heads: int = 2, heads: int = 4,
-        index: torch.dtype = torch.int32, mla: bool = False, window: int = -1, fp8: bool = False, widths: tuple[int, ...] = WIDTHS, device: str = "cpu",
-        trees: bool = True, **more: Any,
+        index: torch.dtype = torch.int32, mla: bool = False, window: int = -1, fp8: bool = False,
+        widths: tuple[int, ...] = WIDTHS, device: str = "cpu", trees: bool = True, **more: Any,
     ) -> None:  # fmt: skip
         draw = torch.Generator().manual_seed(0)
 

@@ -97,7 +97,7 @@ def test_context_parallelism(served: list, device: str) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     world = World(device=device)
-    with get_parallel().override(attn_tp_size=2, attn_dcp_size=2):
+    with get_parallel().override(tp_size=2, moe_tp_size=2, attn_tp_size=2, attn_dcp_size=2):
         backend = type(world.backend)(world.runner)
     assert backend.treeattn_off == "decode context parallelism of 2"
 
