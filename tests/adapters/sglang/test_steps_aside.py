@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend as Original
 from sglang_bodies import Graph, Step, World, random_tree
 
@@ -93,12 +95,11 @@ def test_pools_of_four_axes(served: list, device: str, monkeypatch: pytest.Monke
     assert world.backend.treeattn_off == "layer 0 has a pool of 4 axes"
 
 
-def test_context_parallelism(served: list, device: str) -> None:
-    from sglang.srt.runtime_context import get_parallel
-
+def test_context_parallelism(served: list, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(device=device)
-    with get_parallel().override(tp_size=2, moe_tp_size=2, attn_tp_size=2, attn_dcp_size=2):
-        backend = type(world.backend)(world.runner)
+    two = SimpleNamespace(attn_tp_size=2, attn_dcp_size=2, attn_dcp_rank=0)
+    monkeypatch.setattr(triton_backend, "get_parallel", lambda: two)
+    backend = type(world.backend)(world.runner)
     assert backend.treeattn_off == "decode context parallelism of 2"
 
 
