@@ -5,6 +5,7 @@ What needs the real package is in tests/adapters/sglang.
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,44 @@ def test_nothing_imports_sglang_or_triton() -> None:
     root = Path(treeattn.__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "[]"
+
+
+def load_benchmark() -> Any:
+    path = Path(treeattn.__file__).parent.parent / "benchmarks" / "sglang_rows.py"
+    found = importlib.util.spec_from_file_location("sglang_rows", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_benchmark_has_no_number_for_a_wrong_answer() -> None:
+    rows = load_benchmark()
+    (work,) = rows.load_workloads(["small"], dtype="float32")[:1]
+    measured = rows.measure(work, rows.drop_in.extend_attention_fwd, torch.device("cpu"))
+    assert [row["provider"] for row in measured] == [
+        "sglang_extend", "treeattn_dropin", "treeattn_plugin", "treeattn_plugin",
+    ]  # fmt: skip
+    assert [row["kind"] for row in measured] == ["small"] * 3 + ["step-update"]
+    assert all(row["us"] > 0 and row["rel_err"] < 1e-5 for row in measured)
+
+    def wrong(*args: Any, **kwargs: Any) -> None:
+        rows.drop_in.extend_attention_fwd(*args, **kwargs)
+        kwargs["o_extend"][0] += 1
+
+    with pytest.raises(rows.GateError, match="sglang_extend on small"):
+        rows.measure(work, wrong, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("times", "enough"), [([10.0, 10.0], True), ([70.0, 0.5], False), ([15.0, 15.0], False)])
+def test_benchmark_verdict(times: list[float], enough: bool) -> None:
+    """1.5x on every row, 10x in geomean: 100 over 10 and 10, 70 and 0.5, 15 and 15 microseconds."""
+    rows = load_benchmark()
+    measured = [
+        {"kind": "gqa", "batch": batch, "provider": provider, "us": us}
+        for batch, ours in enumerate(times)
+        for provider, us in (("sglang_extend", 100.0), ("treeattn_dropin", ours), ("treeattn_plugin", ours))
+    ]
+    assert rows.verdict(measured)[1] is enough
+    assert rows.verdict([])[1] is False
