@@ -56,26 +56,28 @@ def tree_spec(requests: int, width: int) -> SimpleNamespace:
 
 def test_requests_are_counted() -> None:
     told = verify_width(tree_spec(2, 17), lambda: None)
-    assert count_requests(tree_spec(2, 17), told, 2, None, padded=False) == 2
-    assert count_requests(tree_spec(2, 17), told, 4, 68, padded=True) == 2
-    assert count_requests(tree_spec(0, 17), told, 4, 68, padded=True) == 0
-    assert count_requests(spec(), told, 4, 68, padded=True) == 4
+    assert count_requests(tree_spec(2, 17), told, 2, None, exact=False) == 2
+    assert count_requests(tree_spec(2, 17), told, 4, 68, exact=True) == 2
+    assert count_requests(tree_spec(2, 17), told, 4, 70, exact=False) == 2
+    assert count_requests(tree_spec(0, 17), told, 4, 68, exact=True) == 0
+    assert count_requests(spec(), told, 4, 68, exact=True) == 4
 
 
 @pytest.mark.parametrize(
-    ("spec_info", "batch", "rows", "padded", "words"),
+    ("spec_info", "batch", "rows", "exact", "words"),
     [
         (tree_spec(3, 17), 3, None, False, r"width of 8 .* 51 tree nodes for 3 requests, 17 each"),
         (spec(draft_token=torch.zeros(51)), 3, None, False, r"width of 8 .* 51 draft tokens for 3 requests, 17 each"),
         (spec(draft_token=torch.zeros(32)), 2, None, True, r"width of 8 .* 32 draft tokens for 2 requests, 16 each"),
-        (spec(draft_token=torch.zeros(16)), 3, None, False, r"width of 8 .* 16 draft tokens for 3 requests:"),
+        (spec(draft_token=torch.zeros(16)), 4, 16, False, r"width of 8 .* 16 query rows for 4 requests, 4 each"),
+        (spec(), 3, 25, True, r"width of 8 .* 25 query rows for 3 requests:"),
         (spec(), 3, 51, True, r"width of 8 .* 51 query rows for 3 requests, 17 each"),
     ],
 )
-def test_rows_of_another_width(spec_info: Any, batch: int, rows: int | None, padded: bool, words: str) -> None:
+def test_rows_of_another_width(spec_info: Any, batch: int, rows: int | None, exact: bool, words: str) -> None:
     told = verify_width(spec(num_tokens_per_req=8), lambda: None)
     with pytest.raises(ValueError, match=words):
-        count_requests(spec_info, told, batch, rows, padded)
+        count_requests(spec_info, told, batch, rows, exact)
 
 
 def test_forms_of_masks() -> None:

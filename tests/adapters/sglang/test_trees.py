@@ -56,6 +56,7 @@ def test_replays(served: list, page_size: int, device: str) -> None:
         mask = {"own": step.tree_mask(), "tree": step.tree_mask(), "full": step.full_mask(), "chain": None}[form]
         outs.append(graph.replay(step, mask, own=form == "own").clone())
         step.check(outs[-1])
+        assert not bool(outs[-1][step.rows :].any())
         world.backend._steps.check()
         assert world.backend.forward_metadata is metadata
     assert torch.equal(outs[0], outs[-1])
@@ -146,17 +147,19 @@ def test_deterministic_bits_do_not_depend_on_the_batch(served: list, device: str
 
 
 def test_rows_that_data_parallelism_adds(served: list, device: str) -> None:
-    """Rows past the step's own are zero, whatever they held."""
+    """A padded request, and rows that are nobody's: zero, whatever they held."""
     world = World(device=device)
     step = Step(world, trees(17, 2), [5, 30], padding=1)
-    batch = step.forward_batch(step.spec_info(step.full_mask()))
-    batch.req_pool_indices, batch.seq_lens = batch.req_pool_indices[:2], batch.seq_lens[:2]
-    batch.batch_size = 2
-    world.runner.kv_index_translator.bind_own_plan(batch)
-    world.backend.init_forward_metadata(batch)
-    out = step.call(batch)
-    step.check(out)
-    assert not bool(out[step.rows :].any())
+    for padded_requests in (2, 3):
+        batch = step.forward_batch(step.spec_info(step.full_mask()))
+        for name in ("req_pool_indices", "seq_lens"):
+            setattr(batch, name, getattr(batch, name)[:padded_requests])
+        batch.batch_size = padded_requests
+        world.runner.kv_index_translator.bind_own_plan(batch)
+        world.backend.init_forward_metadata(batch)
+        out = step.call(batch)
+        step.check(out)
+        assert not bool(out[step.rows :].any())
 
 
 def test_group_first_met_in_a_capture(served: list, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
                     kv_indices=found.window_kv_indices,
                     kv_start=found.window_kv_offsets,
                 )
-            step = self._step(forward_batch, padded=False)
+            step = self._step(forward_batch, static=False)
             self._steps.make_eager(step, PagedKV(kv_indptr=found.kv_indptr, kv_indices=found.kv_indices), window)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -182,7 +182,7 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
         self._is_verify = self._serves(forward_batch)
         if self._is_verify:
-            self._steps.write_static(self._step(forward_batch, padded=True))
+            self._steps.write_static(self._step(forward_batch, static=True))
 
     def _update_target_verify_buffers(
         self, plan: Any, bs: int, seq_lens: Tensor, spec_info: Any, req_pool_indices: Tensor
@@ -202,13 +202,13 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
     def _width(self, spec_info: Any) -> Any:
         return verify_width(spec_info, self._resolve_width, get_spec())
 
-    def _step(self, forward_batch: Any, *, padded: bool) -> VerifyStep:
+    def _step(self, forward_batch: Any, *, static: bool) -> VerifyStep:
         spec_info, batch = forward_batch.spec_info, len(forward_batch.req_pool_indices)
         width = self._width(spec_info)
         positions = getattr(forward_batch, "positions", None)
-        known = padded or getattr(spec_info, "draft_token", None) is None  # else data parallelism may have padded them
-        rows = positions.shape[0] if known and positions is not None else None
-        requests = count_requests(spec_info, width, batch, rows, padded)
+        rows = None if positions is None else positions.shape[0]
+        exact = static or getattr(spec_info, "draft_token", None) is None
+        requests = count_requests(spec_info, width, batch, rows, exact)
         mask = getattr(spec_info, "custom_mask", None)
         own = self._verify_mask.buffer if self._verify_mask is not None else None
         form = "full" if mask is None else mask_form(mask, requests, width.width, own)

@@ -57,24 +57,25 @@ def verify_width(spec_info: Any, resolve: Callable[[], int | None], fork: Any = 
     return resolve_verify_width(tree_budget=next((b for b in budgets if b is not None), None))
 
 
-def count_requests(spec_info: Any, width: VerifyWidth, batch: int, query_rows: int | None, padded: bool) -> int:
+def count_requests(spec_info: Any, width: VerifyWidth, batch: int, query_rows: int | None, exact: bool) -> int:
     """Real requests of a step, after its width is held against every count of rows that the step carries.
 
     Parameters
     ----------
     batch : int
-        Requests of the batch, the padding of a CUDA graph included.
+        Requests of the batch, those included that pad it (CUDA graphs, data parallelism).
     query_rows : int, optional
         Rows of the batch, the same padding included; None where unknown.
-    padded : bool
-        Whether the batch may have more requests than the step's draft tokens.
+    exact : bool
+        Whether the rows are just those of `batch` requests; data parallelism may add a few that are nobody's.
 
     Raises
     ------
     ValueError
         If the rows are another width's; names both.
     """
-    if query_rows is not None and query_rows != batch * width.width:
+    needed = batch * width.width
+    if query_rows is not None and (query_rows < needed or (exact and query_rows > needed)):
         raise _width_error(width, query_rows, batch, "query rows")
     tree = getattr(spec_info, "retrieve_index", None)
     if tree is not None and tree.ndim == 2 and tree.shape[0] and tree.shape[1] != width.width:
@@ -84,7 +85,7 @@ def count_requests(spec_info: Any, width: VerifyWidth, batch: int, query_rows: i
         return batch
     rows: int = tokens.numel()
     requests, rest = divmod(rows, width.width)
-    if rest or requests > batch or (requests < batch and not padded):
+    if rest or requests > batch:
         raise _width_error(width, rows, batch, "draft tokens")
     return requests
 
