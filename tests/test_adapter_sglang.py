@@ -61,6 +61,7 @@ def test_requests_are_counted() -> None:
     assert count_requests(tree_spec(2, 17), told, 4, 70, exact=False) == 2
     assert count_requests(tree_spec(0, 17), told, 4, 68, exact=True) == 0
     assert count_requests(spec(), told, 4, 68, exact=True) == 4
+    assert count_requests(spec(), told, 4, 68, exact=True, padding=3) == 1
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ class World:
         )  # fmt: skip
         if self.layers_known:
             self.runner.model = torch.nn.ModuleList([self.layer])
+            if self.mla:  # what such a model also has: the same layer as its prefill sees it, over other head dims
+                self.runner.model.append(RadixAttention(self.heads, 24, 24**-0.5, self.heads, 0, v_head_dim=16))
         if self.deterministic:
             from sglang.srt.runtime_context import get_exec
 

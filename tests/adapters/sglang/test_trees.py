@@ -101,6 +101,7 @@ def test_padding_that_another_width_explains(served: list, device: str) -> None:
         {"mla": True, "dim": 40},
         {"dtype": torch.float16},
         {"layers_known": True},
+        {"layers_known": True, "mla": True, "dim": 40},
         {"deterministic": True},
         {"deterministic": True, "mla": True, "dim": 40},
     ],

@@ -90,12 +90,16 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         if model is None:
             return []
         layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-        if self.use_mla:
-            layers = [layer for layer in layers if layer.tp_k_head_num == 1 and layer.v_head_dim < layer.qk_head_dim]
-        return layers
+        if not self.use_mla:
+            return layers
+        return [layer for layer in layers if layer.qk_head_dim == self._key_pool(layer).shape[-1]]
+
+    def _key_pool(self, layer: RadixAttention) -> Tensor:
+        pool: Tensor = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return pool
 
     def _layer_key(self, layer: RadixAttention, dtype: torch.dtype) -> GroupKey:
-        k = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        k = self._key_pool(layer)
         window = layer.sliding_window_size
         return GroupKey(
             layer.tp_q_head_num, k.shape[1], layer.qk_head_dim, layer.v_head_dim, dtype, k.dtype, self.use_mla,
@@ -109,7 +113,7 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
                 return f"layer {layer.layer_id} has an xai temperature"
             if layer.is_cross_attention or layer.attn_type == AttentionType.ENCODER_ONLY:
                 return f"layer {layer.layer_id} is no causal self-attention"
-            axes = self.token_to_kv_pool.get_key_buffer(layer.layer_id).ndim
+            axes = self._key_pool(layer).ndim
             if axes != 3:
                 return f"layer {layer.layer_id} has a pool of {axes} axes"
             if (reason := geometry_refusal(self._layer_key(layer, dtype), self._device, self._kernels)) is not None:
@@ -208,7 +212,8 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         positions = getattr(forward_batch, "positions", None)
         rows = None if positions is None else positions.shape[0]
         exact = static or getattr(spec_info, "draft_token", None) is None
-        requests = count_requests(spec_info, width, batch, rows, exact)
+        padding = getattr(forward_batch, "num_padding", None) or 0
+        requests = count_requests(spec_info, width, batch, rows, exact, padding)
         mask = getattr(spec_info, "custom_mask", None)
         own = self._verify_mask.buffer if self._verify_mask is not None else None
         form = "full" if mask is None else mask_form(mask, requests, width.width, own)
@@ -294,7 +299,7 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         windowed = window is not None and window > -1
         scaled = layer.k_scale is not None and layer.v_scale is not None
         return {
-            "k_buffer": self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            "k_buffer": self._key_pool(layer),
             "v_buffer": self.token_to_kv_pool.get_value_buffer(layer.layer_id),
             "qo_indptr": found.qo_indptr,
             "kv_indptr": found.window_kv_indptr if windowed else found.kv_indptr,

@@ -57,7 +57,9 @@ def verify_width(spec_info: Any, resolve: Callable[[], int | None], fork: Any = 
     return resolve_verify_width(tree_budget=next((b for b in budgets if b is not None), None))
 
 
-def count_requests(spec_info: Any, width: VerifyWidth, batch: int, query_rows: int | None, exact: bool) -> int:
+def count_requests(
+    spec_info: Any, width: VerifyWidth, batch: int, query_rows: int | None, exact: bool, padding: int = 0
+) -> int:
     """Real requests of a step, after its width is held against every count of rows that the step carries.
 
     Parameters
@@ -68,6 +70,8 @@ def count_requests(spec_info: Any, width: VerifyWidth, batch: int, query_rows: i
         Rows of the batch, the same padding included; None where unknown.
     exact : bool
         Whether the rows are just those of `batch` requests; data parallelism may add a few that are nobody's.
+    padding : int
+        Requests that pad the batch, where SGLang says so: for steps without draft tokens.
 
     Raises
     ------
@@ -82,7 +86,7 @@ def count_requests(spec_info: Any, width: VerifyWidth, batch: int, query_rows: i
         raise _width_error(width, tree.numel(), tree.shape[0], "tree nodes")
     tokens = getattr(spec_info, "draft_token", None)
     if tokens is None:
-        return batch
+        return batch - padding
     rows: int = tokens.numel()
     requests, rest = divmod(rows, width.width)
     if rest or requests > batch:
