@@ -1,7 +1,8 @@
 """Real SGLang on the CPU: Triton's interpreter, and stand-ins for the packages that cannot be installed.
 
-`served` registers the plugin's backend and counts what it serves. TREEATTN_TEST_DEVICE=cuda runs the tests that say so
-on a GPU, with real graphs; SGLang's compiled helpers are then needed, or stand-ins for them.
+`served` registers the backend and lists what it makes. With TREEATTN_TEST_DEVICE=cuda test_trees, test_windows,
+test_builders and test_kit run on a GPU, with real graphs and a stand-in for SGLang's compiled helpers
+(benchmarks/sglang_gpu_site.sh says how).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if DEVICE == "cpu":
         raise RuntimeError("triton is imported already: TRITON_INTERPRET=1 would come too late")
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TREEATTN_SGLANG_KERNELS"] = "triton"
-sys.path[:0] = [str(HERE), str(HERE / "stubs")]
+sys.path[:0] = [str(HERE), str(HERE / "stubs"), *([str(HERE / "stubs_gpu")] if DEVICE == "cuda" else [])]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -102,7 +102,7 @@ def refusal(call: ExtendCall, backend: str = "auto") -> str | None:
 
 def check(device: torch.device | str) -> None:
     """Raise ValueError for the first thing that a call on `device` found wrong since the last check (waits for it)."""
-    status = _status.get(torch.device(device))
+    status = _status.get(torch.empty(0, device=device).device)  # "cuda" is the current one of several
     if status is None:
         return
     found = status.tolist()
