@@ -306,8 +306,12 @@ class Graph:
             getattr(self.step, name).copy_(getattr(step, name))
         self.batch.out_cache_loc.copy_(view.out_cache_loc)
         backend.init_forward_metadata_out_graph(view)
+        self.run()
+        return self.out
+
+    def run(self) -> None:
+        """Replay with the step that was prepared last."""
         if self.graph is not None:
             self.graph.replay()
         else:
             self._run()
-        return self.out

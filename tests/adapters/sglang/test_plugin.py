@@ -155,6 +155,19 @@ def test_opt_in(setting: str | None, tmp_path: Path) -> None:
     assert ("verifies with treeattn" in done.stderr) == on
 
 
+def test_a_release_that_was_not_tried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "triton", ATTENTION_BACKENDS["triton"])
+    monkeypatch.setenv(plugin.ENABLE, "1")
+    monkeypatch.setattr(plugin, "sglang_version", lambda: "0.9.9")
+    with caplog.at_level(logging.WARNING, "treeattn.sglang"):
+        assert plugin.register()
+    assert caplog.messages == [
+        "treeattn was tried with SGLang 0.5.23, this is 0.9.9: every hook fits, nothing more is known"
+    ]
+
+
 def test_a_setting_that_says_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plugin.ENABLE, "maybe")
     with pytest.raises(ValueError, match="TREEATTN_SGLANG is 'maybe', must be one of 1, true"):

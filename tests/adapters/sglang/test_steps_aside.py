@@ -16,8 +16,10 @@ def make_step(world: World) -> Step:
     return Step(world, [random_tree(17, seed) for seed in range(3)], [5, 30, 0])
 
 
-def test_name_and_kind(served: list, device: str) -> None:
-    backend = World(device=device).backend
+def test_name_and_kind(served: list, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "treeattn.sglang"):
+        backend = World(device=device, layers_known=True).backend
+    assert caplog.messages == ["treeattn serves target verify: 1 groups among the model's layers"]
     assert isinstance(backend, Original)
     assert type(backend).__name__ == "TritonAttnBackend"
 
@@ -69,14 +71,18 @@ def test_temperature_in_a_graph(served: list, device: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_known_beforehand(served: list, change: dict, reason: str, device: str) -> None:
+def test_known_beforehand(
+    served: list, change: dict, reason: str, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The backend is its parent then: full mask, full answer."""
     world = World(device=device, layers_known=True)
     for name, value in change.items():
         owner, attribute = name.split(".")
         setattr(getattr(world, owner), attribute, value)
-    world.backend = type(world.backend)(world.runner)
+    with caplog.at_level(logging.INFO, "treeattn.sglang"):
+        world.backend = type(world.backend)(world.runner)
     assert world.backend.treeattn_off == reason
+    assert caplog.messages == [f"treeattn leaves this backend to SGLang: {reason}"]
     world.backend.init_cuda_graph_state(3, 3 * 17)
     if not world.runner.is_draft_worker:
         assert world.backend.verify_mask.mode.name == "FULL_MASK"

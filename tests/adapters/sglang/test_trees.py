@@ -62,6 +62,21 @@ def test_replays(served: list, page_size: int, device: str) -> None:
     assert torch.equal(outs[0], outs[-1])
 
 
+def test_a_mask_that_the_draft_fills_after_the_plan(served: list, device: str) -> None:
+    """SGLang may prepare a replay on another stream, and says when the draft's values are there."""
+    world = World(device=device)
+    graph = Graph(world, 17)
+    step = Step(world, trees(17), PREFIXES)
+    late = step.tree_mask()
+    wrong = graph.replay(step, torch.roll(late, 1), own=True).clone()
+    with pytest.raises(AssertionError, match="off by"):
+        step.check(wrong)
+    world.backend.verify_mask.buffer[: late.numel()] = late
+    world.backend.update_verify_buffers_to_fill_after_draft(None, 3)
+    graph.run()
+    step.check(graph.out)
+
+
 def test_narrower_steps_than_captured(served: list, device: str) -> None:
     """A server with adaptive widths makes buffers for the widest, and a graph for each."""
     world = World(draft_tokens=17, device=device)

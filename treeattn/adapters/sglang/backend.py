@@ -61,6 +61,7 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         self._call: _Verify | None = None
         self._told: set[str] = set()
         self._is_verify = False
+        self._last_static: VerifyStep | None = None
         self._kernels = os.environ.get(KERNELS, "auto")
         self._device = torch.device(self.device)
         self.treeattn_off, keys = self._role_refusal(), []
@@ -73,6 +74,11 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         self._steps = VerifySteps(keys, self._kernels, self.enable_deterministic)
         if self.treeattn_off is not None:
             logger.info("treeattn leaves this backend to SGLang: %s", self.treeattn_off)
+        else:
+            logger.info(
+                "treeattn serves target verify: %d groups among the model's layers%s",
+                len(self._steps.keys), ", batch-invariant" if self.enable_deterministic else "",
+            )  # fmt: skip
 
     def _role_refusal(self) -> str | None:
         """Why this backend verifies nothing that treeattn could serve."""
@@ -159,7 +165,7 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         self._steps.allocate(max_bs, width, self.max_context_len, kv, window)
         assert self._steps.buffers is not None
         logger.info(
-            "treeattn serves target verify: graphs of up to %d requests of %d rows, %d groups, %.1f MB; "
+            "treeattn takes memory for graphs of up to %d requests of %d rows: %d groups, %.1f MB; "
             "tree-only mask of %d bytes in place of %d",
             max_bs, width, len(self._steps.keys), self._steps.buffers.allocated_bytes / 1e6,
             self._verify_mask.buffer.numel(), max_bs * width * (self.max_context_len + width),
@@ -186,7 +192,14 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
         self._is_verify = self._serves(forward_batch)
         if self._is_verify:
-            self._steps.write_static(self._step(forward_batch, static=True))
+            self._last_static = self._step(forward_batch, static=True)
+            self._steps.write_static(self._last_static)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Write the step again: where SGLang plans ahead on another stream, its mask is final only now."""
+        super().update_verify_buffers_to_fill_after_draft(spec_info, cuda_graph_bs)
+        if self._last_static is not None and self._steps.is_static and cuda_graph_bs is not None:
+            self._steps.write_static(self._last_static)
 
     def _update_target_verify_buffers(
         self, plan: Any, bs: int, seq_lens: Tensor, spec_info: Any, req_pool_indices: Tensor

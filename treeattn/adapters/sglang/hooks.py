@@ -75,6 +75,10 @@ HOOKS = (
         ("self", "plan", "bs", "seq_lens", "spec_info", "req_pool_indices"),
     ),
     Hook(
+        _TRITON, "TritonAttnBackend.update_verify_buffers_to_fill_after_draft", "function",
+        ("self", "spec_info", "cuda_graph_bs"),
+    ),
+    Hook(
         _TRITON, "TritonAttnBackend.forward_extend", "function",
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "sinks", "score_mod", "aux_tensors"),
     ),

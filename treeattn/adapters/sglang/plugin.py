@@ -63,6 +63,11 @@ def register() -> bool:
         return TritonAttnBackend(runner)
 
     register_attention_backend("triton")(create_triton_backend)
+    if version not in TESTED:
+        logger.warning(
+            "treeattn was tried with SGLang %s, this is %s: every hook fits, nothing more is known",
+            ", ".join(TESTED), version,
+        )  # fmt: skip
     logger.info("treeattn: the attention backend 'triton' of SGLang %s verifies with treeattn", version)
     return True
 
