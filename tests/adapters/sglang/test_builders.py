@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 from sglang.kernels.ops.speculative.eagle import build_chain_tree
-from sglang.kernels.ops.speculative.spec_tree import TreeMaskMode, sgl_build_tree_kernel_triton
+from sglang.kernels.ops.speculative.spec_tree import sgl_build_tree_kernel_triton
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang_bodies import Graph, Step, World, ancestors
 
 TOPK, DEPTH, WIDTH = 4, 4, 17

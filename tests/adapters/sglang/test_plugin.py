@@ -97,8 +97,11 @@ CHANGES = {
         "verify_mask.VerifyMask (fields): it has no mode",
     ),
     "a class gone": (
-        "kernels/ops/speculative/spec_tree.py", "class TreeMaskMode", "class MaskMode",
-        "spec_tree.TreeMaskMode (fields): there is no such class",
+        "srt/speculative/eagle_info.py", "class EagleVerifyInput(", "class EagleInput(",
+        "eagle_info.EagleVerifyInput (fields): there is no such class",
+    ),
+    "a name gone": (
+        "srt/speculative/eagle_utils.py", "TreeMaskMode", "MaskMode", "eagle_utils (names): it has no TreeMaskMode",
     ),
 }  # fmt: skip
 
@@ -164,7 +167,7 @@ def test_a_release_that_was_not_tried(monkeypatch: pytest.MonkeyPatch, caplog: p
     with caplog.at_level(logging.WARNING, "treeattn.sglang"):
         assert plugin.register()
     assert caplog.messages == [
-        "treeattn was tried with SGLang 0.5.23, this is 0.9.9: every hook fits, nothing more is known"
+        "treeattn was tried with SGLang 0.5.23, 0.5.22, this is 0.9.9: every hook fits, nothing more is known"
     ]
 
 
@@ -178,7 +181,7 @@ def test_info(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     monkeypatch.delenv(plugin.ENABLE, raising=False)
     assert cli.main(["info", "--sglang"]) == 0
     out = capsys.readouterr().out
-    assert "sglang 0.5.23 (tried with 0.5.23)" in out
+    assert f"sglang {hooks.sglang_version()} (tried with {', '.join(hooks.TESTED)})" in out
     assert "off: TREEATTN_SGLANG is not set (every hook fits)" in out
     assert out.count("fits") == len(hooks.HOOKS) + 1
     monkeypatch.setenv(plugin.ENABLE, "1")

@@ -17,13 +17,13 @@ from typing import Literal
 
 from .extend_call import PARAMETERS
 
-TESTED = ("0.5.23",)
-"""Releases that the tests run with."""
+TESTED = ("0.5.23", "0.5.22")
+"""Releases that the adapter's tests have passed with; `make test-adapters` runs the first."""
 
 _TRITON = "srt/layers/attention/triton_backend.py"
 _BATCH = "srt/model_executor/forward_batch_info.py"
 
-Kind = Literal["function", "attributes", "fields"]
+Kind = Literal["function", "attributes", "fields", "names"]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class Hook:
     path : str
         Source file inside the package.
     name : str
-        A function, ``Class.function``, or a class.
+        A function, ``Class.function``, a class, or "" for the module itself.
     kind : str
         "function": `expected` are all its parameters, in order. "attributes": names that the class sets on itself or
-        defines. "fields": names that the class annotates, or members that it assigns.
+        defines. "fields": names that the class annotates, or members that it assigns. "names": what the module defines
+        or imports.
     """
 
     path: str
@@ -50,7 +51,7 @@ class Hook:
     def title(self) -> str:
         """For a table."""
         module = self.path.removesuffix(".py").removesuffix("/__init__").rsplit("/", 1)[-1]
-        return f"{module}.{self.name}" + ("" if self.kind == "function" else f" ({self.kind})")
+        return ".".join(filter(None, (module, self.name))) + ("" if self.kind == "function" else f" ({self.kind})")
 
 
 HOOKS = (
@@ -102,7 +103,7 @@ HOOKS = (
     ),
     Hook("kernels/ops/attention/extend_attention.py", "extend_attention_fwd", "function", PARAMETERS),
     Hook("srt/layers/attention/verify_mask.py", "VerifyMask", "fields", ("buffer", "mode", "max_bs", "is_read")),
-    Hook("kernels/ops/speculative/spec_tree.py", "TreeMaskMode", "fields", ("FULL_MASK", "QLEN_ONLY")),
+    Hook("srt/speculative/eagle_utils.py", "", "names", ("TreeMaskMode",)),
     Hook(
         "srt/speculative/eagle_info.py", "EagleVerifyInput", "fields",
         ("draft_token", "custom_mask", "retrieve_index", "draft_token_num", "num_tokens_per_req"),
@@ -164,14 +165,20 @@ def _problem(root: Path, hook: Hook) -> str | None:
     path = root / hook.path
     if not path.is_file():
         return f"there is no {hook.path}"
-    found = _find(ast.parse(path.read_text(encoding="utf-8")), hook.name.split("."))
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    if hook.kind == "names":
+        return _gone(hook, _names(module))
+    found = _find(module, hook.name.split("."))
     if hook.kind == "function":
         if not isinstance(found, ast.FunctionDef):
             return "there is no such function"
         return _parameter_problem(_parameters(found), hook.expected)
     if not isinstance(found, ast.ClassDef):
         return "there is no such class"
-    held = _attributes(found) if hook.kind == "attributes" else _fields(found)
+    return _gone(hook, _attributes(found) if hook.kind == "attributes" else _fields(found))
+
+
+def _gone(hook: Hook, held: set[str]) -> str | None:
     gone = [name for name in hook.expected if name not in held]
     return f"it has no {', '.join(gone)}" if gone else None
 
@@ -210,6 +217,12 @@ def _fields(found: ast.ClassDef) -> set[str]:
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return names
+
+
+def _names(module: ast.Module) -> set[str]:
+    names = {node.name for node in module.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    imports = (node for node in module.body if isinstance(node, (ast.ImportFrom, ast.Import)))
+    return names | {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def _attributes(found: ast.ClassDef) -> set[str]:
