@@ -7,9 +7,13 @@ import random
 import pytest
 import torch
 from sglang.kernels.ops.speculative.eagle import build_chain_tree
-from sglang.kernels.ops.speculative.spec_tree import sgl_build_tree_kernel_triton
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang_bodies import Graph, Step, World, ancestors
+
+try:
+    from sglang.kernels.ops.speculative.spec_tree import sgl_build_tree_kernel_triton
+except ImportError:  # 0.5.22
+    from sglang.srt.speculative.eagle_utils import sgl_build_tree_kernel_triton
 
 TOPK, DEPTH, WIDTH = 4, 4, 17
 
