@@ -133,8 +133,6 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
                 "start the server without --enable-two-batch-overlap, or without TREEATTN_SGLANG"
             )
 
-    # ---- where SGLang makes its metadata
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Take static memory; the verify mask is the tree-only one, of which the parent is kept from its own."""
         if self.treeattn_off is not None:
@@ -231,8 +229,6 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         own = self._verify_mask.buffer if self._verify_mask is not None else None
         form = "full" if mask is None else mask_form(mask, requests, width.width, own)
         return VerifyStep(requests, width.width, forward_batch.seq_lens[:requests], mask, form)
-
-    # ---- layer calls
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward_extend(
