@@ -94,7 +94,8 @@ class World:
             v_head_dim=self.dim_v, sliding_window_size=-1 if self.window is None else self.window,
         )  # fmt: skip
         if self.layers_known:
-            self.runner.model = torch.nn.ModuleList([self.layer])
+            stray = RadixAttention(self.heads, 48, 1.0, self.heads, 7)  # a number that the pool does not have
+            self.runner.model = torch.nn.ModuleList([self.layer, stray])
             if self.mla:  # what such a model also has: the same layer as its prefill sees it, over other head dims
                 self.runner.model.append(RadixAttention(self.heads, 24, 24**-0.5, self.heads, 0, v_head_dim=16))
         if self.deterministic:

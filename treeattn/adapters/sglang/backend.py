@@ -92,13 +92,23 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _layers(self, model: Any) -> list[RadixAttention]:
-        """The attention layers that verify; of an MLA model those that read latent rows."""
+        """The attention layers that verify; of an MLA model those that read latent rows.
+
+        A layer that the pool does not know by its number reads another's: its group is learned from its first call.
+        """
         if model is None:
             return []
-        layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-        if not self.use_mla:
-            return layers
-        return [layer for layer in layers if layer.qk_head_dim == self._key_pool(layer).shape[-1]]
+        layers = []
+        for module in model.modules():
+            if not isinstance(module, RadixAttention):
+                continue
+            try:
+                pool = self._key_pool(module)
+            except (IndexError, KeyError, ValueError):
+                continue
+            if not self.use_mla or module.qk_head_dim == pool.shape[-1]:
+                layers.append(module)
+        return layers
 
     def _key_pool(self, layer: RadixAttention) -> Tensor:
         pool: Tensor = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
