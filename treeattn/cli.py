@@ -338,7 +338,7 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw
     info.add_argument("--json", action="store_true", help="print JSON")
     for name, framework in (("--sglang", "SGLang"), ("--vllm", "vLLM")):
         info.add_argument(
-            name, action="store_true", help=f"instead: whether the adapter fits the {framework} here (exit status 1 if not)"
+            name, action="store_true", help=f"instead: if the adapter fits the {framework} here (exit status 1 if not)"
         )
     info.set_defaults(run=_info)
 
