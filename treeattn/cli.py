@@ -88,6 +88,8 @@ def device_name(text: str) -> str:
 
 
 def _info(args: argparse.Namespace) -> int:
+    if args.sglang:
+        return _info_sglang()
     if args.vllm:
         return _info_vllm()
     from . import info
@@ -95,6 +97,14 @@ def _info(args: argparse.Namespace) -> int:
     found = info.gather(tuple(args.geometry or info.DEFAULT_GEOMETRIES), args.q_len, args.dtype, args.arch)
     _say(json.dumps(found, indent=1) if args.json else info.render(found))
     return OK
+
+
+def _info_sglang() -> int:
+    from .adapters.sglang import plugin
+
+    text, fits = plugin.report()
+    _say(text)
+    return OK if fits else WRONG
 
 
 def _info_vllm() -> int:
@@ -254,7 +264,10 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw
         "--arch", type=at_least(80), metavar="CC", help="describe another chip: compute capability times ten, e.g. 90"
     )
     info.add_argument("--json", action="store_true", help="print JSON")
-    info.add_argument("--vllm", action="store_true", help="print what the vLLM adapter uses of vLLM, and if it fits")
+    for name, framework in (("--sglang", "SGLang"), ("--vllm", "vLLM")):
+        info.add_argument(
+            name, action="store_true", help=f"instead: if the adapter fits the {framework} here (exit status 1 if not)"
+        )
     info.set_defaults(run=_info)
 
 
