@@ -16,7 +16,7 @@ TRITON_OLD_DIR := .triton36
 TRITON_OLD_STAMP := $(TRITON_OLD_DIR)/.complete
 
 .DELETE_ON_ERROR:
-.PHONY: help setup model demo test test-adapters lint bench peers clean
+.PHONY: help setup model demo test test-adapters lint bench results plots peers clean
 
 help:
 	@echo "make demo   decode with a real model and draft trees, and compare with plain greedy decoding"
@@ -24,6 +24,8 @@ help:
 	@echo "make test-adapters   the adapters with the real frameworks, each in an environment of its own (ADAPTERS=sglang)"
 	@echo "make lint   ruff and mypy alone"
 	@echo "make bench  the named workloads on the GPU of this machine (BENCH_ARGS=...)"
+	@echo "make results  check and time this machine's GPU for docs/results-wanted.md, into results/"
+	@echo "make plots  draw docs/plots from the committed results"
 	@echo "make peers  bring the FlashAttention-3 and FlashMLA binaries for the benchmark into .peers"
 	@echo "make clean  remove .venv, .venv-adapters, .triton36 and all caches"
 
@@ -67,6 +69,18 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(VENV)/bin/treeattn bench $(BENCH_ARGS)
+
+# Both go on where the other found something wrong: a failure is a result too.
+results: $(STAMP)
+	mkdir -p results
+	status=0; \
+	$(VENV)/bin/treeattn check --device cuda --cases 2000 --json results/check.json || status=$$?; \
+	$(VENV)/bin/treeattn bench gqa ragged pages shapes fp8 mla step $(BENCH_ARGS) --out results/bench.json || status=$$?; \
+	exit $$status
+
+plots: $(STAMP)
+	rm -f docs/plots/*.png
+	$(VENV)/bin/treeattn bench plot benchmarks/results/h200-*.json --out docs/plots --only prefix q_len ratio
 
 peers:
 	bash ../shared/tools/peers.sh .peers

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What looks at a device; the rest is about the package, or has its bodies in tests/gpu too.
 ON_GPU = (
     "tests/gpu",
+    "tests/interpreter/test_bench_merge.py",
     "tests/interpreter/test_layout_kernels.py",
     "tests/interpreter/test_plan.py",
     "tests/interpreter/test_verify_kernels.py",

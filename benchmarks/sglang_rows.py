@@ -41,9 +41,9 @@ from treeattn.adapters.sglang import drop_in
 from treeattn.adapters.sglang.extend_call import ExtendCall, attend, group_key
 from treeattn.adapters.sglang.hooks import sglang_root
 from treeattn.adapters.sglang.verify import VerifyStep, VerifySteps
+from treeattn.bench.calls import Calls, kv_of
 from treeattn.bench.gate import GateError, gate
 from treeattn.bench.inputs import COLD_BYTES, Inputs
-from treeattn.bench.providers import Calls, kv_of
 from treeattn.bench.report import geomean, shape_key, table
 from treeattn.bench.run import _row as measured_row
 from treeattn.bench.run import environment, save

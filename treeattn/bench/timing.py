@@ -11,7 +11,7 @@ import torch
 
 from treeattn.graphs import capture
 
-__all__ = ["Timing", "time_calls", "time_graph", "time_host"]
+__all__ = ["Timing", "measure_ceilings", "time_calls", "time_graph", "time_host"]
 
 REPLAYS = 15
 FEWEST_CALLS = 8
@@ -88,3 +88,18 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> Timi
             call()
         took.append((time.perf_counter() - begin) * 1e6 / len(calls[:3]))
     return _summary(took)
+
+
+def measure_ceilings(device: torch.device, copy_bytes: int = 2**31, size: int = 8192) -> dict[str, float]:
+    """What this device reaches, by the clock of the rows.
+
+    ``copy_tb_s`` is of a copy of `copy_bytes`, reads and writes counted, ``bf16_tflop_s`` of a product of square
+    matrices. The floors of the rows are those of an H200: a result of another chip tells its own by these numbers.
+    """
+    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(left)
+    copy = time_calls([lambda: target.copy_(source)], device).us
+    matmul = time_calls([lambda: torch.mm(left, left, out=product)], device).us
+    return {"copy_tb_s": round(2 * copy_bytes / copy / 1e6, 3), "bf16_tflop_s": round(2 * size**3 / matmul / 1e6, 1)}
