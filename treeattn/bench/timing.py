@@ -102,4 +102,5 @@ def measure_ceilings(device: torch.device, copy_bytes: int = 2**31, size: int = 
     product = torch.empty_like(left)
     copy = time_calls([lambda: target.copy_(source)], device).us
     matmul = time_calls([lambda: torch.mm(left, left, out=product)], device).us
-    return {"copy_tb_s": round(2 * copy_bytes / copy / 1e6, 3), "bf16_tflop_s": round(2 * size**3 / matmul / 1e6, 1)}
+    rates = {"copy_tb_s": 2 * copy_bytes / copy / 1e6, "bf16_tflop_s": 2 * size**3 / matmul / 1e6}
+    return {name: float(f"{rate:.4g}") for name, rate in rates.items()}
