@@ -138,6 +138,7 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_REST: tl.constexpr,  # dims of K behind those of V, if SHARED_KV; else 0
+    APART: tl.constexpr,  # if BLOCK_REST: the scores behind a branch, see `attend`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -222,7 +223,7 @@ def attention_kernel(
             words_base = mask_words_ptr + first_row.to(tl.int64) * num_words
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-            row_sum = tl.zeros([BLOCK_M, 2, 4] if BLOCK_REST > 0 else [BLOCK_M], tl.float32)
+            row_sum = tl.zeros([BLOCK_M, 2, 4] if BLOCK_REST > 0 and APART else [BLOCK_M], tl.float32)
 
             if CSR:
                 pages_ptr = table_ptr + tl.load(kv_indptr_ptr + request)
@@ -263,9 +264,9 @@ def attention_kernel(
                                DECODE)  # fmt: skip
                 acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, valid, row_scale,
                                                k_factor, soft_cap, zero, False, SCALED, CAPPED, BLOCK_REST > 0,
-                                               HALF)  # fmt: skip
+                                               APART, HALF)  # fmt: skip
 
-            if BLOCK_REST > 0:
+            if BLOCK_REST > 0 and APART:
                 row_sum = tl.sum(tl.sum(row_sum, 2), 1)
             # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
             # the loop and held in (and spilled from) the registers that it needs
@@ -319,7 +320,7 @@ def attention_kernel(
                     v_factor = tl.where(in_prefix, v_factor, 1.0)
                 acc, row_max, row_sum = attend(q_edge, q_rest_edge, k, k_rest, v, acc, row_max, row_sum, sees,
                                                row_scale, k_by, soft_cap, zero, True, SCALED, CAPPED, BLOCK_REST > 0,
-                                               HALF)  # fmt: skip
+                                               APART, HALF)  # fmt: skip
 
             whole = (begin == 0) & (last == item_tiles)
             if SPLIT > 0:

@@ -36,6 +36,7 @@ PARTS = {"all": 0, "prefix": 1, "tree": 2}
 FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 LOG2_E = 1.4426950408889634
 E4M3_ARCH = 89  # compute capability from which one instruction makes float16 of e4m3
+WGMMA_ROWS = 64  # the fewest rows of a tile that wgmma multiplies
 PDL_ARCH = 90  # compute capability from which kernels may be launched ahead of the end of the one before
 
 
@@ -240,6 +241,8 @@ class LayerLaunch:
         if config.max_registers:
             options["maxnreg"] = config.max_registers
         arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, scoring)
+        # for wgmma; mma.sync, with fewer rows, is 1.2 to 3 times as slow that way. The interpreter takes both.
+        arguments["APART"] = config.block_m >= (WGMMA_ROWS if arch > 0 else 32)
         arguments["DECODE"] = 0 if arch == 0 else 2 if arch >= E4M3_ARCH else 1
         self.attention = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
         arguments, programs = _finish_arguments(step, rows, zero_tail)

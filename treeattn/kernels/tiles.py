@@ -289,7 +289,7 @@ def tanh(x):
 
 @triton.jit
 def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, zero,
-           MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr,
+           MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr, APART: tl.constexpr,
            ROW_SCALE: tl.constexpr):  # fmt: skip
     """One KV tile of the online softmax; ``row_max`` is of the scores before ``sm_scale``, which must be positive.
 
@@ -297,7 +297,7 @@ def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_fac
     CAPPED, ``row_max`` is of capped scores in base 2 and ``sm_scale`` is inside the cap. ``sm_scale`` is one number, or
     one a row if ROW_SCALE; ``zero`` is 0.
     """
-    if REST:
+    if REST and APART:
         # A dot whose result goes on into another dot gets all warps along the rows, so that eight warps would compute
         # the scores of 64 rows twice. The compiler does not look through a branch. The smaller dot stays outside: its
         # wait is where the products of V of the tile before end, which otherwise would be before the next copies begin.
@@ -312,6 +312,8 @@ def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_fac
                                                       MASKED, SCALED, CAPPED, ROW_SCALE, not MASKED)  # fmt: skip
     else:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         weights, new_max, row_sum, decay = soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, MASKED,
                                                   SCALED, CAPPED, ROW_SCALE, False)  # fmt: skip
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
