@@ -170,12 +170,11 @@ class TritonAttnBackend(SGLangTritonAttnBackend):  # type: ignore[misc]
                 kv_indices=self.cuda_graph_window_kv_indices,
                 kv_start=self.cuda_graph_window_kv_offsets,
             )
-        self._steps.allocate(max_bs, width, self.max_context_len, kv, window)
-        assert self._steps.buffers is not None
+        buffers = self._steps.allocate(max_bs, width, self.max_context_len, kv, window)
         logger.info(
             "treeattn takes memory for graphs of up to %d requests of %d rows: %d groups, %.1f MB; "
             "tree-only mask of %d bytes in place of %d",
-            max_bs, width, len(self._steps.keys), self._steps.buffers.allocated_bytes / 1e6,
+            max_bs, width, len(self._steps.keys), buffers.allocated_bytes / 1e6,
             self._verify_mask.buffer.numel(), max_bs * width * (self.max_context_len + width),
         )  # fmt: skip
 

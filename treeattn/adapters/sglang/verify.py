@@ -189,8 +189,8 @@ class VerifySteps:
 
     def allocate(
         self, max_batch: int, max_width: int, max_context: int, kv: PagedKV, window_kv: PagedKV | None = None
-    ) -> None:
-        """Take the memory of static steps.
+    ) -> StaticBuffers:
+        """Take the memory of static steps, and return it.
 
         Parameters
         ----------
@@ -208,6 +208,7 @@ class VerifySteps:
         self._full_bytes = max_batch * max_width * (max_context + max_width)
         for key in self.keys:
             self._add_static(key)
+        return self.buffers
 
     def write_static(self, step: VerifyStep) -> None:
         """Write a step into the static memory: one launch for the layout and one a group.
