@@ -212,14 +212,11 @@ def attention_kernel(
                 q_rest = load_rows(q_base + MAIN_DIMS, q_off, valid, NEGATE, REST_DIMS, BLOCK_REST)
             row_scale = scale
             q_edge = q
-            q_rest_edge = q_rest
-            if HALF:
-                factors, inverses = row_factors(q, q_rest, BLOCK_REST > 0)
+            if HALF:  # and so no SHARED_KV, of which q_rest is
+                factors, inverses = row_factors(q)
                 row_scale = scale * inverses
                 q_edge = (q * factors[:, None]).to(edge_dtype)
-                q_rest_edge = (q_rest * factors[:, None]).to(edge_dtype)
                 q = (q * factors[:, None]).to(cached_dtype)
-                q_rest = (q_rest * factors[:, None]).to(cached_dtype)
             words_base = mask_words_ptr + first_row.to(tl.int64) * num_words
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -318,7 +315,7 @@ def attention_kernel(
                     k_by = tl.where(in_prefix, k_factor, 1.0)
                     acc = acc * tl.where(in_prefix, 1.0, v_factor)
                     v_factor = tl.where(in_prefix, v_factor, 1.0)
-                acc, row_max, row_sum = attend(q_edge, q_rest_edge, k, k_rest, v, acc, row_max, row_sum, sees,
+                acc, row_max, row_sum = attend(q_edge, q_rest, k, k_rest, v, acc, row_max, row_sum, sees,
                                                row_scale, k_by, soft_cap, zero, True, SCALED, CAPPED, BLOCK_REST > 0,
                                                APART, HALF)  # fmt: skip
 

@@ -68,14 +68,12 @@ def load_rows(base, offsets, valid, NEGATE: tl.constexpr, DIMS: tl.constexpr, BL
 
 
 @triton.jit
-def row_factors(q, q_rest, REST: tl.constexpr):
+def row_factors(q):
     """A power of two for each packed row, and its inverse, float32: times it the row's largest number is in [256, 512).
 
     What is 2^-32 of the largest and less loses bits as float16 then, which is less than a float32 sum loses.
     """
     top = tl.max(tl.abs(q).to(tl.float32), 1)
-    if REST:
-        top = tl.maximum(top, tl.max(tl.abs(q_rest).to(tl.float32), 1))
     exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 32)
     return ((262 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 8) << 23).to(tl.float32, bitcast=True)
 
