@@ -26,7 +26,7 @@ from torch import Tensor
 
 import treeattn
 from treeattn import TreeLayout
-from treeattn.layout import num_words, write_layout_
+from treeattn.layout import empty_layout, write_layout_
 from treeattn.status import raise_status
 
 from .extend_call import ExtendCall, attend, call_refusal, geometry_refusal, group_key
@@ -122,7 +122,8 @@ def _run(call: ExtendCall, mask_form: Form, backend: str) -> None:
 
 def _layout(call: ExtendCall, form: Form) -> TreeLayout:
     batch, device = call.batch, call.q_extend.device
-    layout = _empty_layout(batch, call.max_len_extend, call.q_extend.shape[0], device)
+    # zeros would cost a launch for each tensor
+    layout = empty_layout(batch, call.max_len_extend, call.q_extend.shape[0], device, _status_of(device))
     prefix_lens = call.kv_indptr[1 : batch + 1] - call.kv_indptr[:batch]
     if call.window_kv_offsets is not None:
         prefix_lens = prefix_lens + call.window_kv_offsets[:batch]
@@ -135,24 +136,7 @@ def _layout(call: ExtendCall, form: Form) -> TreeLayout:
     return layout
 
 
-def _empty_layout(batch: int, max_q_len: int, total_q: int, device: torch.device) -> TreeLayout:
-    """Memory for a layout that is written whole; zeros would cost a launch for each of its tensors."""
+def _status_of(device: torch.device) -> Tensor:
     if (status := _status.get(device)) is None:
         status = _status[device] = torch.zeros(4, dtype=torch.int32, device=device)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    return TreeLayout(
-        qo_indptr=empty(batch + 1),
-        prefix_lens=empty(batch),
-        num_nodes=empty(batch),
-        mask_indptr=empty(batch + 1, dtype=torch.int64),
-        mask_words=empty(total_q, num_words(max_q_len), dtype=torch.int64),
-        parents=empty(total_q),
-        depths=empty(total_q),
-        positions=empty(total_q, dtype=torch.int64),
-        row_request=empty(total_q),
-        status=status,
-        max_q_len=max_q_len,
-    )
+    return status
