@@ -93,7 +93,9 @@ def passed(signature: dict[str, str]) -> list[str]:
 
 
 def ptx_of(signature: dict[str, str], name: str = "some_kernel") -> str:
-    params = ",\n".join(f"\t.param {PTX.get(kind, '.u32')} {name}_param_{at}" for at, kind in enumerate(passed(signature)))
+    params = ",\n".join(
+        f"\t.param {PTX.get(kind, '.u32')} {name}_param_{at}" for at, kind in enumerate(passed(signature))
+    )
     return f"// @{name}\n.visible .entry {name}(\n{params}\n)\n.reqntid 128\n{{\n\tret;\n}}\n"
 
 
