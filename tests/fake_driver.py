@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -105,8 +106,10 @@ def compiled_kernel(signature: dict[str, str] = SIGNATURE, ptx: str | None = Non
         "num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0,
         "profile_scratch_size": 0, "num_warps": 4, "shared": 81920, **metadata,
     }  # fmt: skip
+    facts = {name: value for name, value in facts.items() if value is not None}
     return SimpleNamespace(
         name="some_kernel", function=FUNCTION, src=SimpleNamespace(signature=signature),
         asm={"ptx": ptx_of(signature) if ptx is None else ptx},
-        metadata=SimpleNamespace(**{name: value for name, value in facts.items() if value is not None}),
+        metadata=namedtuple("KernelMetadata", facts)(**facts),
+        packed_metadata=(facts["num_warps"], facts["num_ctas"], facts["shared"]),
     )  # fmt: skip

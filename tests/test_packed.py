@@ -31,21 +31,21 @@ def packed(compiled: Any = None, grid: tuple[int, ...] = GRID, leading: list[str
 def test_the_driver_gets_every_argument_in_its_place(fake: FakeDriver) -> None:
     launch = packed()
     assert launch is not None
-    launch(STREAM, 2**47 + 16, 0.25)
+    launch.launch(STREAM, (2**47 + 16, 0.25))
     assert fake.seen == [
         Seen(
             grid=(132, 2, 3), block=(128, 1, 1), shared_bytes=81920, stream=STREAM, attributes=[], function=FUNCTION,
             values=[2**47 + 16, 0.25, 2**47 + 8, -5, 2**40, 0.5, 0, 0],
         )
     ]  # fmt: skip
-    launch(0, 0, -1.5)  # the default stream, and a tensor that there is not
+    launch.launch(0, (0, -1.5))  # the default stream, and a tensor that there is not
     assert (fake.seen[1].stream, fake.seen[1].values[:3]) == (0, [0, -1.5, 2**47 + 8])
 
 
 def test_pdl_is_an_attribute_of_the_launch(fake: FakeDriver) -> None:
     launch = packed(compiled_kernel(launch_pdl=True, num_warps=1))
     assert launch is not None
-    launch(STREAM, 0, 0.0)
+    launch.launch(STREAM, (0, 0.0))
     assert fake.seen[0].attributes == [(6, 1)]
     assert fake.seen[0].block == (32, 1, 1)
 
@@ -55,7 +55,7 @@ def test_a_replaced_number_stays(fake: FakeDriver) -> None:
     assert launch is not None
     launch.replace("count", 7)
     for _ in range(2):
-        launch(STREAM, 1, 1.0)
+        launch.launch(STREAM, (1, 1.0))
         assert fake.seen.pop().values == [1, 1.0, 2**47 + 8, 7, 2**40, 0.5, 0, 0]
 
 
@@ -68,6 +68,7 @@ NOT_DIRECT = {
     "oversized-shared": compiled_kernel(shared=228 * 1024 + 1),
     "unknown-metadata": compiled_kernel(launch_pdl=None),
     "other-scratch-abi": compiled_kernel(profile_scratch_size=None),
+    "a-launcher-that-goes-by-more": compiled_kernel(),
     "bool": compiled_kernel(SIGNATURE | {"eps": "i1"}),
     "descriptor": compiled_kernel(SIGNATURE | {"eps": "tensordesc<fp16[16, 16]>"}),
     "tuple": compiled_kernel(ptx=ptx_of(SIGNATURE)),
@@ -79,6 +80,7 @@ NOT_DIRECT = {
     "float-for-integer": compiled_kernel(ptx=ptx_of(SIGNATURE | {"count": "fp32"})),
     "aggregate": compiled_kernel(ptx=ptx_of(SIGNATURE).replace(".param .f32", ".param .align 4 .b8", 1)),
 }
+NOT_DIRECT["a-launcher-that-goes-by-more"].packed_metadata += (1, 1, 1)
 NOT_DIRECT["tuple"].src.signature = SIGNATURE | {"eps": ("fp32", "i32")}
 
 
@@ -110,15 +112,15 @@ def test_the_words_of_the_driver_are_raised(fake: FakeDriver) -> None:
     assert launch is not None
     fake.codes = [700]
     with pytest.raises(driver.DriverError, match=r"launch of some_kernel: an illegal memory access .* \(700\)"):
-        launch(STREAM, 1, 1.0)
-    launch(STREAM, 1, 1.0)  # and the lock is free again
+        launch.launch(STREAM, (1, 1.0))
+    launch.launch(STREAM, (1, 1.0))
 
 
 def test_a_thread_without_a_context_gets_that_of_the_device(fake: FakeDriver) -> None:
     launch = packed()
     assert launch is not None
     fake.codes = [driver.INVALID_CONTEXT]
-    launch(STREAM, 1, 1.0)
+    launch.launch(STREAM, (1, 1.0))
     assert fake.current == [1000 + DEVICE]
     assert fake.seen[0] == fake.seen[1]
 
@@ -134,7 +136,7 @@ def test_threads_that_share_a_launch_do_not_mix_their_arguments(fake: FakeDriver
 
     def call(number: int) -> None:
         for _ in range(calls):
-            launch(number, number, float(number))
+            launch.launch(number, (number, float(number)))
 
     fake.on_launch = compare
     threads = [threading.Thread(target=call, args=(number,)) for number in range(1, 9)]

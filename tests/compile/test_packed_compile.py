@@ -53,7 +53,7 @@ def test_shipped_kernels_are_launched_directly(case_id: str, fake: FakeDriver) -
     names = case.kernel.arg_names
     launch = pack(compiled, (132, 1, 1), 0, names[:count], values)
     assert launch is not None
-    launch(STREAM, *list(values.values())[:count])
+    launch.launch(STREAM, tuple(values.values())[:count])
     (seen,) = fake.seen
     assert seen.values == [*values.values(), 0, 0]
     assert (seen.grid, seen.stream, seen.function) == ((132, 1, 1), STREAM, FUNCTION)
@@ -71,7 +71,6 @@ class Kernel:
 
     def __init__(self, compiled: Any) -> None:
         self.compiled, self.calls = compiled, []
-        compiled.packed_metadata = (4, 1, 81920)
         compiled.run = lambda *args: self.calls.append(args)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -115,7 +114,7 @@ def test_a_kernel_that_is_not_packed_is_launched_by_triton(fake: FakeDriver) -> 
     launch.replace("count", 9)
     launch(64, 0.5)
     rest = (None, 2**47 + 8, 9, 1, 2**40, 0.5, True)
-    assert kernel.calls[1] == (5, 1, 1, STREAM, FUNCTION, (4, 1, 81920), None, None, None, 64, 0.5, *rest)
+    assert kernel.calls[1] == (5, 1, 1, STREAM, FUNCTION, (4, 2, 81920), None, None, None, 64, 0.5, *rest)
     assert fake.seen == []
 
 

@@ -2,7 +2,8 @@
 
 Triton's own dispatch costs about 10 µs a call, most of it to find the compiled kernel again; handing it a tensor costs
 a driver call more than handing it an address. The calls of a layer repeat with the same shapes, so :class:`Launch`
-finds the kernel once and keeps every argument that stays. What Triton compiles in (divisibility of strides and
+finds the kernel once, keeps every argument that stays and leaves Triton out of later launches where it may
+(:mod:`treeattn.kernels.packed`). What Triton compiles in (divisibility of strides and
 addresses by 16) is part of what :func:`treeattn.tree_attention` keeps a :class:`LayerLaunch` by.
 """
 
@@ -65,6 +66,7 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.device = kernel, (*grid, 1, 1)[:3], device
         self.arguments, self.options = arguments, options
+        self.rest: dict[str, Any] = {}
         self.compiled: Any = None
         self.direct: PackedLaunch | None = None
 
@@ -78,7 +80,7 @@ class Launch:
             with torch.cuda.device(index):
                 self(*leading)
         elif self.direct is not None:
-            self.direct(torch._C._cuda_getCurrentRawStream(index), *leading)
+            self.direct.launch(torch._C._cuda_getCurrentRawStream(index), leading)
         else:
             compiled, stream = self.compiled, torch._C._cuda_getCurrentRawStream(index)
             compiled.run(
