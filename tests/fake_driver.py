@@ -42,12 +42,16 @@ class Seen:
 
 @dataclass
 class FakeDriver:
-    """Keeps every launch, whose parameters have these types of Triton's, and answers with the next of `codes`."""
+    """Keeps every launch, whose parameters have these types of Triton's, and answers with the next of `codes`.
+
+    `meanwhile` is called once, between a launch's arrival and the reading of its parameters.
+    """
 
     types: Sequence[str]
     codes: list[int] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     current: list[int] = field(default_factory=list)
+    meanwhile: Callable[[], None] | None = None
     on_launch: Callable[[Seen], None] | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +59,9 @@ class FakeDriver:
         self.cuLaunchKernelEx = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self._launch)
 
     def _launch(self, config_at: int, function: int, params_at: int, extra: int | None) -> int:
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
         config = Words.from_address(config_at)
         params = (ctypes.c_uint64 * len(self.types)).from_address(params_at)
         attributes = [

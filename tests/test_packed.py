@@ -125,6 +125,32 @@ def test_a_thread_without_a_context_gets_that_of_the_device(fake: FakeDriver) ->
     assert fake.seen[0] == fake.seen[1]
 
 
+def test_a_launch_during_a_launch_has_arguments_of_its_own(fake: FakeDriver) -> None:
+    launch = packed()
+    assert launch is not None
+
+    def other_thread() -> None:
+        thread = threading.Thread(target=launch.launch, args=(2, (2, 2.0)))
+        thread.start()
+        thread.join()
+
+    fake.meanwhile = other_thread
+    launch.launch(1, (1, 1.0))
+    launch.launch(3, (3, 3.0))
+    assert [(seen.stream, *seen.values[:3]) for seen in fake.seen] == [
+        (2, 2, 2.0, 2**47 + 8), (1, 1, 1.0, 2**47 + 8), (3, 3, 3.0, 2**47 + 8)
+    ]  # fmt: skip
+
+
+def test_a_number_replaced_during_a_launch_holds_for_the_next(fake: FakeDriver) -> None:
+    launch = packed()
+    assert launch is not None
+    fake.meanwhile = lambda: launch.replace("count", 7)
+    launch.launch(1, (1, 1.0))
+    launch.launch(1, (1, 1.0))
+    assert [seen.values[3] for seen in fake.seen] == [-5, 7]
+
+
 def test_threads_that_share_a_launch_do_not_mix_their_arguments(fake: FakeDriver) -> None:
     launch = packed()
     assert launch is not None
