@@ -134,11 +134,11 @@ def test_a_launch_during_a_launch_has_arguments_of_its_own(fake: FakeDriver) -> 
         thread.start()
         thread.join()
 
+    launch.launch(3, (3, 3.0))
     fake.meanwhile = other_thread
     launch.launch(1, (1, 1.0))
-    launch.launch(3, (3, 3.0))
     assert [(seen.stream, *seen.values[:3]) for seen in fake.seen] == [
-        (2, 2, 2.0, 2**47 + 8), (1, 1, 1.0, 2**47 + 8), (3, 3, 3.0, 2**47 + 8)
+        (3, 3, 3.0, 2**47 + 8), (2, 2, 2.0, 2**47 + 8), (1, 1, 1.0, 2**47 + 8)
     ]  # fmt: skip
 
 
