@@ -68,7 +68,8 @@ def test_scattered_sinks_and_scales_are_refused() -> None:
         with pytest.raises(ValueError, match=f"{name} must be contiguous, its stride is 2"):
             treeattn.tree_attention(q, cache, cache, step, **{name: column})
     nan = float("nan")
-    for name, value in (("logits_soft_cap", float("inf")), ("logits_soft_cap", nan), ("sm_scale", nan)):
+    refused = {"logits_soft_cap": (float("inf"), nan), "sm_scale": (nan, 1e39, -1e39), "k_scale": (nan, 1e39)}
+    for name, value in [(name, value) for name, values in refused.items() for value in values]:
         with pytest.raises(ValueError, match=name):
             treeattn.tree_attention(q, cache, cache, step, **{name: value})
     with pytest.raises(TypeError, match="k_scale must be a float or a float32 tensor, got list"):

@@ -11,6 +11,8 @@ from torch import Tensor
 from .geometry import FP8_DTYPES, Geometry
 
 Scale = float | Tensor
+MAX_SCALE = 2.0**127
+"""What a scale given as a number may be at most: kernels take it, times log2(e), as a float32."""
 
 
 class Scoring(NamedTuple):
@@ -59,8 +61,8 @@ def check_scoring(
         if geometry.shared_kv:
             raise ValueError("sm_scale must be given with shared_kv: the scale of MLA is not 1 / sqrt(head_dim)")
         sm_scale = 1 / math.sqrt(geometry.head_dim)
-    if math.isnan(sm_scale):
-        raise ValueError("sm_scale is NaN")
+    if not abs(sm_scale) <= MAX_SCALE:
+        raise ValueError(f"sm_scale must be a number within 2^127, got {sm_scale}")
     if not (logits_soft_cap == 0 or 1e-30 <= logits_soft_cap <= 1e30):
         raise ValueError(f"logits_soft_cap must be 0 (none) or 1e-30 to 1e30, got {logits_soft_cap}")
     if sinks is not None:
@@ -83,6 +85,8 @@ def check_scoring(
         if not isinstance(scale, Tensor):
             if not isinstance(scale, (int, float)):
                 raise TypeError(f"{name} must be a float or a float32 tensor, got {type(scale).__name__}")
+            if not abs(scale) <= MAX_SCALE:
+                raise ValueError(f"{name} must be a number within 2^127, got {scale}")
             continue
         if scale.dtype != torch.float32:
             raise TypeError(f"{name} must be a float or a float32 tensor, got {scale.dtype}")

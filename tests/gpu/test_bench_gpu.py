@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from treeattn.bench.providers import PROVIDERS, Calls, unavailable, usual_provid
 from treeattn.bench.run import environment, run_workloads
 from treeattn.bench.timing import measure_ceilings, time_graph
 from treeattn.bench.workloads import Workload
+from treeattn.cli import main
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -48,6 +51,14 @@ def test_every_provider_passes_the_gate(work: Workload) -> None:
 def test_step_rows() -> None:
     rows = run_workloads([dataclasses.replace(BASE, kind="step")], ["treeattn_triton"], CUDA)["rows"]
     assert [row["kind"] for row in rows] == ["step-update", "step-update-host", "step-call-host"]
+
+
+def test_the_command_measures(tmp_path: Path) -> None:
+    """On the current device, which the command is not told the number of."""
+    work, out = tmp_path / "work.json", tmp_path / "out.json"
+    work.write_text(json.dumps([{"kind": "gpu", "batch": 2, "q_len": 17, "prefix": 300}]))
+    assert main(["bench", "--file", str(work), "--providers", "treeattn_triton", "--out", str(out)]) == 0
+    assert [row["provider"] for row in json.loads(out.read_text())["rows"]] == ["treeattn_triton"]
 
 
 def test_copies_are_cold() -> None:

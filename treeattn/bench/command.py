@@ -90,7 +90,8 @@ def _measure(args: argparse.Namespace) -> int:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("torch sees no CUDA device; --device cpu runs the set 'small' to show how it works")
-        torch.cuda.set_device(device)
+        if device.index is not None:
+            torch.cuda.set_device(device)
     sets = args.sets or ([] if args.file else ["gqa" if device.type == "cuda" else "small"])
     providers = args.providers or usual_providers(device)
     if unknown := [name for name in providers if name not in PROVIDERS]:
