@@ -1,0 +1,76 @@
+// Tree attention of grouped queries on Hopper: one producer warpgroup and CONSUMERS warpgroups of 64 rows a block.
+//
+// What the shapes are for, R = nodes * group packed rows of a request and KV head:
+//   1 consumer, two blocks an SM    R <= 64: one block's loads and softmax fill the other's gaps
+//   2 consumers                     R <= 128 (17 nodes of 4 heads: 68): each K/V tile is read by both, once from L2
+//   3 consumers                     R to 192 (17 nodes of 8 heads: 136), and wider trees in tiles of up to 192 rows
+// 64 keys a tile: short prefixes divide over more SMs, the edge wastes less, and three warpgroups' scores, weights,
+// sums and Q fit in 160 registers.
+
+#pragma once
+
+#include "consumer.cuh"
+#include "producer.cuh"
+
+namespace treeattn {
+
+// Registers of a thread once the roles have split: 64 K a multiprocessor in all.
+template <int CONSUMERS>
+struct Registers;
+template <>
+struct Registers<1> {
+  static constexpr int PRODUCER = 56, CONSUMER = 200;
+};
+template <>
+struct Registers<2> {
+  static constexpr int PRODUCER = 56, CONSUMER = 224;
+};
+template <>
+struct Registers<3> {
+  static constexpr int PRODUCER = 32, CONSUMER = 160;
+};
+
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int SLOTS, int Q_STEPS, int DEPTH>
+__device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
+  static_assert(SLOTS >= DEPTH + 2, "the ring would stand still");
+  static_assert(KEYS % 64 == 0 && HEAD_DIM % 64 == 0, "tiles are whole panels");
+  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Layout;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Memory& memory = *reinterpret_cast<Memory*>(shared_bytes);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    if (shared_address(shared_bytes) % ATOM_BYTES != 0) asm volatile("trap;");
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      barrier_init(shared_address(&memory.full[slot]), PRODUCER_ARRIVALS);
+      barrier_init(shared_address(&memory.empty[slot]), 4 * CONSUMERS);
+    }
+  }
+  Cursor& at = memory.cursors[warp];
+  if (lane == 0) cursor_start(at, p.work + blockIdx.x * WORK_FIELDS);
+  __syncthreads();
+
+  const int group = __shfl_sync(~0u, warp / 4, 0);
+  if (group == CONSUMERS) {
+    give_registers<Registers<CONSUMERS>::PRODUCER>();
+    Producer<T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH> producer(p, memory);
+    producer.run(memory.cursors[4 * CONSUMERS + thread_in_group() / 32]);
+  } else {
+    take_registers<Registers<CONSUMERS>::CONSUMER>();
+    Consumer<T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS> consumer(p, memory, group, thread_in_group() / 32, thread_in_group() % 32);
+    consumer.run(memory.cursors[4 * group + consumer.warp]);
+  }
+}
+
+}  // namespace treeattn
+
+// One kernel: its name tells dtype, head dim, consumer warpgroups and keys of a tile. `shared_bytes_<name>` tells the
+// host how much shared memory it takes.
+#define TREEATTN_ATTENTION(NAME, T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH, BLOCKS)                               \
+  extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), BLOCKS)                                      \
+      NAME(const __grid_constant__ treeattn::AttentionParams params) {                                             \
+    treeattn::attention_sm90<treeattn::T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH>(params);                        \
+  }                                                                                                                \
+  extern "C" __device__ const unsigned int shared_bytes_##NAME =                                                   \
+      sizeof(treeattn::Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Layout);

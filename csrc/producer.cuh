@@ -1,0 +1,202 @@
+// The producer warpgroup: brings K and V of the block's items into the ring, 16 bytes a thread and copy.
+//
+// Each warp copies a quarter of a tile's keys. One lane finds out where a key is (page, or slot, or row of the fresh
+// tensors) and tells the lanes that copy its row, so that page ids are read and multiplied once a key.
+
+#pragma once
+
+#include "ring.cuh"
+
+namespace treeattn {
+
+// Where K and V of one key are; bit 0 of k is set where nothing may be read: the row becomes 0. A score of 0 is masked
+// then, and a weight of 0 times V must not be a NaN that lies in a page nobody may see.
+struct KeyAddress {
+  u64 k, v;
+};
+
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int SLOTS, int Q_STEPS, int DEPTH>
+struct Producer {
+  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Layout;
+  static constexpr int WARP_KEYS = KEYS / 4;
+  static_assert(EDGE_KEYS % WARP_KEYS == 0, "a warp's keys are of one edge unit");
+  static constexpr int ROW_LANES = HEAD_DIM / 8;        // lanes that copy a row, 16 bytes each
+  static constexpr int COPY_ROWS = 32 / ROW_LANES;      // rows of one copy of a warp
+  static constexpr int COPIES = WARP_KEYS / COPY_ROWS;  // of a warp and half tile
+
+  const AttentionParams& p;
+  Memory& memory;
+  u32 warp = 0, lane = 0;
+  Place<SLOTS> place;
+
+  __device__ __forceinline__ Producer(const AttentionParams& params, Memory& shared) : p(params), memory(shared) {}
+
+  __device__ __forceinline__ void find_thread() {
+    const u32 thread = thread_in_group();
+    warp = thread / 32;
+    lane = thread % 32;
+  }
+
+  // Report the oldest pending half tile: its copies are there, in the view of wgmma.
+  __device__ __forceinline__ void signal() {
+    fence_async_proxy();
+    __syncwarp();
+    const u32 back = place.pending();
+    const u32 slot = place.slot() >= back ? place.slot() - back : place.slot() + SLOTS - back;
+    if (lane == 0) barrier_arrive(shared_address(&memory.full[slot]));
+    place.bits -= place.PENDING;
+  }
+
+  // Copy the rows at `address` (of lane r: row r of this warp) to the next slot of the ring.
+  __device__ __forceinline__ void copy(u64 address) {
+    find_thread();
+    barrier_wait(shared_address(&memory.empty[place.slot()]), place.phase() ^ 1);
+    u32 slot = shared_address(memory.slots[place.slot()]);
+#if TREEATTN_CANARY
+    // a slot that was given back too early shows as NaN
+    for (u32 at = (warp * 32 + lane) * 16; at < sizeof(memory.slots[0]); at += 128 * 16)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(slot + at), "r"(0xFFFFFFFFu) : "memory");
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+#endif
+#if TREEATTN_DELAY
+    if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);
+#endif
+    // row r of a copy of COPY_ROWS rows; the swizzle's bits of its later copies are disjoint from those of the first
+    const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
+    const u32 to = slot + chunk / 8 * (KEYS * 128) + (warp * WARP_KEYS + part) * 128 + ((chunk % 8 ^ part) << 4);
+#pragma unroll
+    for (u32 i = 0; i < COPIES; ++i) {
+      u64 from = __shfl_sync(~0u, address, i * COPY_ROWS + part);
+      const u32 bytes = from & 1 ? 0 : 16;
+      from = (from & ~1ull) + chunk * 16;
+      copy_async_16((to ^ (i * COPY_ROWS % 8 << 4)) + i * (COPY_ROWS * 128), from, bytes);
+    }
+#if TREEATTN_CONSUMER_FENCE
+    copy_async_arrive(shared_address(&memory.full[place.slot()]));
+    place.step();
+#else
+    copy_async_commit();
+    place.step();
+    place.bits += place.PENDING;
+    if (place.pending() > DEPTH) {
+      copy_async_wait<DEPTH>();
+      signal();
+    }
+#endif
+  }
+
+  // Report what is still on its way: at the end only, since the ring goes on from item to at.
+  __device__ __forceinline__ void drain() {
+    find_thread();
+    copy_async_wait<0>();
+    while (place.pending() > 0) signal();
+  }
+
+  static __device__ __forceinline__ u32 index_at(const void* list, u64 index, i32 wide) {
+    return __ldg(static_cast<const u32*>(list) + (index << wide));
+  }
+
+  // Which nodes of a mask word some row of the tile sees.
+  __device__ __forceinline__ u32 seen_nodes(const Cursor& at, i32 word) const {
+    u32 seen = 0;
+    const i32 last = (at.row_end - 1) / p.group;
+    for (i32 node = at.row0 / p.group + lane; node <= last; node += 32)
+      seen |= __ldg(p.mask_words + static_cast<i64>(at.first_row + node) * p.num_words + word);
+    return __reduce_or_sync(~0u, seen);
+  }
+
+  __device__ __forceinline__ u32 page_of(u32 position) const {
+    return static_cast<u32>((static_cast<u64>(position) * p.page_magic) >> p.page_shift);
+  }
+
+  // Addresses of the key that this lane looks after, given its page and its position in the request or the cache.
+  __device__ __forceinline__ KeyAddress cached(u32 page, u32 position, i32 kv_head) const {
+    const u32 within = position - page_of(position) * p.page_size;
+    const i64 k = page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head;
+    const i64 v = page * p.stride_v_page + within * p.stride_v_slot + kv_head * p.stride_v_head;
+    return {reinterpret_cast<u64>(p.k) + 2 * k, reinterpret_cast<u64>(p.v) + 2 * v};
+  }
+
+  // The same of a key of an edge tile whose first unit is `unit`.
+  __device__ __forceinline__ KeyAddress edge(const Cursor& at, i32 unit) const {
+    // a warp's keys are of one unit, so that its lanes stay together: KEYS / 4 divides EDGE_KEYS
+    const i32 key = warp * WARP_KEYS + lane % WARP_KEYS;
+    unit += key / EDGE_KEYS;
+    const i32 offset = key % EDGE_KEYS;
+    const i32 word = unit - at.tail_units;
+    i32 position = at.full_units * KEYS + unit * EDGE_KEYS + offset;
+    const bool in_tree = word >= 0;
+    const i32 node = word * EDGE_KEYS + offset;
+    bool valid = unit < at.edge_end;
+    if (in_tree) {
+      const u32 seen = valid ? seen_nodes(at, word) : 0;
+      valid = node < at.present && (seen >> offset & 1) != 0;
+      position = at.prefix + node;
+    } else {
+      valid = valid && position < at.prefix;
+    }
+    KeyAddress address = {reinterpret_cast<u64>(p.k) | 1, reinterpret_cast<u64>(p.v) | 1};
+    if (!valid) return address;
+    if (in_tree && p.k_tree != nullptr) {
+      const i64 row = at.first_row + node;
+      address.k = reinterpret_cast<u64>(p.k_tree) + 2 * (row * p.stride_k_tree_row + at.kv_head * p.stride_k_tree_head);
+      address.v = reinterpret_cast<u64>(p.v_tree) + 2 * (row * p.stride_v_tree_row + at.kv_head * p.stride_v_tree_head);
+      return address;
+    }
+    if (in_tree && p.tree_slots != nullptr) {
+      const u32 slot = index_at(p.tree_slots, at.first_row + node, p.wide_slots);
+      return cached(page_of(slot), slot, at.kv_head);
+    }
+    const u32 page = index_at(p.table, at.first_page + page_of(position), p.wide_table);
+    return cached(page, position, at.kv_head);
+  }
+
+  // Position in its request of the key that this lane looks after in a full tile, and its page id.
+  __device__ __forceinline__ u32 position_at(const Cursor& at, i32 tile) const {
+    return (at.unit + tile) * KEYS + warp * WARP_KEYS + lane % WARP_KEYS;
+  }
+
+  __device__ __forceinline__ u32 page_at(const Cursor& at, i32 tile) const {
+    return index_at(p.table, at.first_page + page_of(position_at(at, tile)), p.wide_table);
+  }
+
+  __device__ __forceinline__ void item(const Cursor& at) {
+    find_thread();
+    // page ids are read one tile ahead
+    u32 page = at.full_tiles > 0 ? page_at(at, 0) : 0;
+#pragma unroll 1
+    for (i32 tile = 0; tile < at.tiles; ++tile) {
+      find_thread();
+      KeyAddress address;
+      if (tile < at.full_tiles) {
+        address = cached(page, position_at(at, tile), at.kv_head);
+        if (tile + 1 < at.full_tiles) page = page_at(at, tile + 1);
+      } else {
+        address = edge(at, at.edge_begin + (tile - at.full_tiles) * (KEYS / EDGE_KEYS));
+      }
+      // one place in the code for all copies
+#pragma unroll 1
+      for (i32 half = 0; half < 2; ++half) copy(half == 0 ? address.k : address.v);
+    }
+  }
+
+  __device__ __forceinline__ void run(Cursor& at) {
+    while (at.left > 0) {
+      find_thread();
+      if (lane == 0) {
+        cursor_place<KEYS>(at, p);
+        at.first_page = p.kv_indptr != nullptr ? index_at(p.kv_indptr, at.request, p.wide_indptr)
+                                               : at.request * p.stride_table_request;
+      }
+      __syncwarp();
+      if (at.nodes > 0) item(at);
+      find_thread();
+      __syncwarp();
+      if (lane == 0) cursor_advance<64 * CONSUMERS>(at, p);
+      __syncwarp();
+    }
+    drain();
+  }
+};
+
+}  // namespace treeattn
