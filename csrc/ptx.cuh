@@ -6,8 +6,8 @@
 
 #include "params.h"
 
-#ifndef TREEATTN_TRAP_POLLS
-#define TREEATTN_TRAP_POLLS 0  // a checked build traps after so many polls of one barrier instead of hanging
+#ifndef TREEATTN_TRAP_AFTER_MS
+#define TREEATTN_TRAP_AFTER_MS 0  // a checked build traps after so long at one barrier instead of hanging
 #endif
 
 namespace treeattn {
@@ -49,9 +49,13 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-#if TREEATTN_TRAP_POLLS > 0
-  for (u32 polls = 0; !barrier_passed(barrier, parity); ++polls)
-    if (polls > TREEATTN_TRAP_POLLS) asm volatile("trap;");
+#if TREEATTN_TRAP_AFTER_MS > 0
+  u64 start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  while (!barrier_passed(barrier, parity)) {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    if (now - start > TREEATTN_TRAP_AFTER_MS * 1000000ull) asm volatile("trap;");
+  }
 #else
   while (!barrier_passed(barrier, parity)) {
   }

@@ -111,9 +111,7 @@ def tree_calls(inputs: Inputs, backend: str, config: KernelConfig | None = None)
     if not inputs.uniform:
         args["max_q_len"] = max(work.all_q_lens)
     layout = treeattn.TreeLayout.from_parents(**args)
-    step = treeattn.plan(
-        layout, kv_of(paged, inputs.lengths), backend=backend, config=config, **group_args(inputs)
-    )
+    step = treeattn.plan(layout, kv_of(paged, inputs.lengths), backend=backend, config=config, **group_args(inputs))
     out = empty_out(inputs)
     calls = [layer_call(inputs, step, k, v, out) for k, v in zip(paged.k, paged.v, strict=True)]
     return Calls(calls, "tree", paged, work.page_size, out)
@@ -217,6 +215,7 @@ def _flashmla_causal(inputs: Inputs) -> list[Calls]:
 
 PROVIDERS: dict[str, Callable[[Inputs], list[Calls]]] = {
     "treeattn_triton": _treeattn("triton"),
+    "treeattn_cuda": _treeattn("cuda"),
     "treeattn_torch": _treeattn("torch"),
     "treeattn_reference": _treeattn("reference"),
     "sdpa": _sdpa,

@@ -1,0 +1,93 @@
+"""The few calls of the CUDA driver that loading and launching need, through ctypes: no ABI of torch or of the runtime.
+
+Everything happens in the context that is current, which torch has made for its current device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+NUM_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
+LOCAL_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+
+
+class DriverError(RuntimeError):
+    """A driver call failed; the message has its name and the driver's words."""
+
+
+@cache
+def driver() -> Any:
+    """Libcuda with the types of what is used.
+
+    Raises
+    ------
+    DriverError
+        If there is none.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError(f"no CUDA driver: {error}") from error
+    pointer, size, unsigned = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+    library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    library.cuModuleLoadData.argtypes = [ctypes.POINTER(pointer), ctypes.c_char_p]
+    library.cuModuleGetFunction.argtypes = [ctypes.POINTER(pointer), pointer, ctypes.c_char_p]
+    library.cuModuleGetGlobal_v2.argtypes = [ctypes.POINTER(pointer), ctypes.POINTER(size), pointer, ctypes.c_char_p]
+    library.cuMemcpyDtoH_v2.argtypes = [pointer, pointer, size]
+    library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    library.cuFuncGetAttribute.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int, pointer]
+    library.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
+    return library
+
+
+def check(name: str, code: int) -> None:
+    """Raise what a driver call said."""
+    if code != 0:
+        words = ctypes.c_char_p()
+        driver().cuGetErrorString(code, ctypes.byref(words))
+        raise DriverError(f"{name}: {(words.value or b'unknown error').decode()} ({code})")
+
+
+class Module:
+    """A cubin, loaded in the current context for as long as the process lives."""
+
+    def __init__(self, cubin: bytes) -> None:
+        self.handle = ctypes.c_void_p()
+        check("cuModuleLoadData", driver().cuModuleLoadData(ctypes.byref(self.handle), cubin))
+
+    def function(self, name: str) -> Function:
+        """A kernel, ready to launch."""
+        return Function(self, name)
+
+    def number(self, name: str) -> int:
+        """Value of a global unsigned int."""
+        address, size, value = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_uint()
+        found = driver().cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self.handle, name.encode())
+        check(f"cuModuleGetGlobal({name})", found)
+        check("cuMemcpyDtoH", driver().cuMemcpyDtoH_v2(ctypes.byref(value), address, ctypes.sizeof(value)))
+        return value.value
+
+
+class Function:
+    """A kernel of a module; its shared memory is what the module's ``shared_bytes_<name>`` says."""
+
+    def __init__(self, module: Module, name: str) -> None:
+        self.name, self.handle = name, ctypes.c_void_p()
+        check(
+            f"cuModuleGetFunction({name})",
+            driver().cuModuleGetFunction(ctypes.byref(self.handle), module.handle, name.encode()),
+        )
+        self.shared_bytes = module.number(f"shared_bytes_{name}")
+        check(
+            f"{self.shared_bytes} bytes of shared memory for {name}",
+            driver().cuFuncSetAttribute(self.handle, MAX_DYNAMIC_SHARED, self.shared_bytes),
+        )
+
+    def attribute(self, which: int) -> int:
+        """Such as `NUM_REGISTERS`."""
+        value = ctypes.c_int()
+        check("cuFuncGetAttribute", driver().cuFuncGetAttribute(ctypes.byref(value), which, self.handle))
+        return value.value

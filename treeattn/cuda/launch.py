@@ -1,0 +1,177 @@
+"""Launching the Hopper kernels in place of Triton's ``attention_kernel``; plan and merge are the Triton kernels'.
+
+A call costs one driver call: the params struct is kept, and only addresses and the scale are written anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.launch import LayerLaunch
+from ..plan import Step
+from ..scoring import Scoring
+from .build import build
+from .config import Variant, variant_of
+from .driver import Function, Module, check, driver
+from .params import Q_SIGNS, AttentionParams, division
+
+ROW_BYTES = 16
+"""What a copy moves at once: rows of K and V start at multiples of it."""
+
+
+@cache
+def _module(head_dim: int, device_index: int, macros: tuple[str, ...]) -> Module:
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream().synchronize()  # makes the context
+        return Module(build(f"attention_sm90_d{head_dim}.cu", macros))
+
+
+@cache
+def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> Function:
+    """A kernel on a device, built, loaded and with its shared memory granted: for set-up, not inside a capture."""
+    module = _module(variant.head_dim, device_index, macros)
+    with torch.cuda.device(device_index):
+        return module.function(variant.name)
+
+
+def index_of(device: torch.device) -> int:
+    """Number of a CUDA device."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def prepare(step: Step) -> Function:
+    """Load the kernel of a step; see :func:`load`. ``TREEATTN_CUDA_MACROS`` names macros of a checked build."""
+    if step.config is None:
+        raise ValueError("a step of the cuda backend has a configuration")
+    macros = tuple(os.environ.get("TREEATTN_CUDA_MACROS", "").split())
+    return load(variant_of(step, step.config), index_of(step.layout.device), macros)
+
+
+def refuse_unaligned(cache_strides: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """NotImplementedError unless rows of K and V start at multiples of 16 bytes, and pairs of q and out at 4."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        strides = cache_strides if name.endswith("_cache") else tensor.stride()[:2]
+        unit = 4 if name in ("q", "out") else ROW_BYTES
+        if tensor.data_ptr() % unit or any(stride * tensor.element_size() % unit for stride in strides):
+            raise NotImplementedError(
+                f"backend 'cuda' cannot do this: it needs rows of {name} at multiples of {unit} bytes, got address "
+                f"{tensor.data_ptr():#x} and strides {tuple(strides)}; backend='triton' can"
+            )
+
+
+class AttentionLaunch:
+    """The attention kernel of a step, called with the leading arguments of Triton's ``attention_kernel``."""
+
+    def __init__(
+        self,
+        step: Step,
+        q: Tensor,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        cache_strides: tuple[int, ...],
+        function: Function | None = None,
+    ) -> None:
+        layout, kv, buffers = step.layout, step.kv, step.buffers
+        if buffers is None or step.config is None:
+            raise ValueError("a step of the cuda backend has buffers and a configuration")
+        self.device_index = index_of(layout.device)
+        self.function = function or prepare(step)
+        self.has_lse, self.fresh = lse is not None, k_tree is not None
+        self.kept = (buffers, layout, kv, step.words32)  # their addresses are in the struct
+        magic, shift = division(kv.page_size)
+        self.params = params = AttentionParams(
+            partial_out=buffers.partial_out.data_ptr(),
+            partial_lse=buffers.partial_lse.data_ptr(),
+            work=buffers.work.data_ptr(),
+            spans=buffers.spans.data_ptr(),
+            qo_indptr=layout.qo_indptr.data_ptr(),
+            mask_words=step.words32.data_ptr(),
+            kv_indptr=_address(kv.kv_indptr),
+            table=kv.table.data_ptr(),
+            tree_slots=_address(kv.tree_slots),
+            stride_table_request=kv.table.stride(0),
+            stride_q_row=q.stride(0),
+            stride_q_head=q.stride(1),
+            stride_out_row=out.stride(0),
+            stride_out_head=out.stride(1),
+            total_q=q.shape[0],
+            num_words=2 * layout.num_words,
+            group=step.group,
+            kv_heads=step.num_kv_heads,
+            page_size=kv.page_size,
+            page_magic=magic,
+            page_shift=shift,
+            wide_table=kv.table.dtype == torch.int64,
+            wide_indptr=kv.kv_indptr is not None and kv.kv_indptr.dtype == torch.int64,
+            wide_slots=kv.tree_slots is not None and kv.tree_slots.dtype == torch.int64,
+        )
+        names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
+        for name, stride in zip(names, cache_strides, strict=True):
+            setattr(params, f"stride_{name}", stride)
+        for name, tensor in (("k_tree", k_tree), ("v_tree", v_tree), ("lse", lse)):
+            if tensor is not None:
+                setattr(params, f"stride_{name}_row", tensor.stride(0))
+                setattr(params, f"stride_{name}_head", tensor.stride(1))
+        # cuLaunchKernel reads the struct before it returns
+        self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self.shape = (step.num_programs, 1, 1, 32 * step.config.num_warps, 1, 1, self.function.shared_bytes)
+
+    def __call__(
+        self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float, *rest: Any
+    ) -> None:
+        """Launch on its device's current stream; a tensor may come as its address."""
+        # torch.cuda.current_device() is the same behind a check that CUDA is initialised, and 0.5 µs
+        if torch._C._cuda_getDevice() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                self(q, k, v, k_tree, v_tree, out, lse, scale)
+            return
+        params = self.params
+        params.q, params.k, params.v, params.out = _address(q), _address(k), _address(v), _address(out)
+        if self.fresh:
+            params.k_tree, params.v_tree = _address(k_tree), _address(v_tree)
+        if self.has_lse:
+            params.lse = _address(lse)
+        # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
+        params.scale = max(abs(scale), 1e-30)
+        params.q_sign = Q_SIGNS if scale < 0 else 0
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, self.arguments, None)
+        if code != 0:
+            check(f"launch of {self.function.name}", code)
+
+
+def _address(tensor: Any) -> int:
+    """Address of a tensor, of what is one already, or 0."""
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() if isinstance(tensor, Tensor) else tensor
+
+
+class CudaLayerLaunch(LayerLaunch):
+    """The launches of a layer call with the attention of ``csrc``; arguments as of :class:`LayerLaunch`."""
+
+    def __init__(
+        self,
+        step: Step,
+        q: Tensor,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        scoring: Scoring,
+        *,
+        cache_strides: tuple[int, ...],
+        zero_tail: bool,
+    ) -> None:
+        super().__init__(step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail)
+        self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, cache_strides)
