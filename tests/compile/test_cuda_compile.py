@@ -1,0 +1,79 @@
+"""Each CUDA kernel compiles with nvcc for sm_90a: no spills, no serialised wgmma; prints registers and shared memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from treeattn.cuda.build import NVCC_OPTIONS, find_nvcc, source_dir
+
+SHARED_LIMIT = 227 * 1024
+SHARED_OF_SM, RESERVED = 228 * 1024, 1024
+SOURCES = sorted(path.name for path in source_dir().glob("*.cu"))
+BUILDS = {
+    "plain": (),
+    "consumer-fence": ("TREEATTN_CONSUMER_FENCE=1",),
+    "canary": ("TREEATTN_CANARY=1", "TREEATTN_DELAY=1", "TREEATTN_TRAP_AFTER_MS=2000"),
+}
+COMPLAINTS = re.compile(r"C75\d\d|setmaxnreg|warning|error", re.IGNORECASE)
+"""C7508: setmaxnreg ignored; C7510 to C7520: wgmma serialised, one reason each."""
+
+pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+
+
+def kernels_of(log: str) -> dict[str, tuple[int, int]]:
+    """Spill bytes (stores and loads) and registers at launch, by kernel."""
+    found = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        log,
+        re.DOTALL,
+    )
+    return {name: (int(stores) + int(loads), int(registers)) for name, stores, loads, registers in found}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_compiles_without_spills_or_serialised_products(source: str, build: str, tmp_path: Path) -> None:
+    options = [*NVCC_OPTIONS, "-Xptxas", "-v,-warn-spills,-warn-lmem-usage", *(f"-D{macro}" for macro in BUILDS[build])]
+    command = [str(find_nvcc()), *options, "-o", str(tmp_path / "out.cubin"), str(source_dir() / source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    complaints = [line for line in log.splitlines() if COMPLAINTS.search(line)]
+    assert not complaints, "\n".join(complaints)
+    names = re.findall(r"^TREEATTN_ATTENTION\((\w+)", (source_dir() / source).read_text(), re.MULTILINE)
+    kernels = kernels_of(log)
+    assert sorted(kernels) == sorted(names)
+    for name, (spilled, registers) in kernels.items():
+        print(f"{build} {name}: {registers} registers at launch, {spilled} bytes spilled")
+        assert spilled == 0
+
+
+def test_shared_memory_fits(tmp_path: Path) -> None:
+    """The structs that the kernels lay over shared memory, measured by nvcc's host compiler."""
+    lines = []
+    for source in SOURCES:
+        for arguments in re.findall(
+            r"^TREEATTN_ATTENTION\(([^)]*)\)", (source_dir() / source).read_text(), re.MULTILINE
+        ):
+            name, _, dim, consumers, keys, slots, q_steps, depth, blocks = (
+                part.strip() for part in arguments.split(",")
+            )
+            assert int(slots) >= int(depth) + 2
+            layout = f"treeattn::Shared<{dim}, {consumers}, {keys}, {slots}, {q_steps}>::Layout"
+            lines.append(f'  std::printf("{name} {blocks} %zu\\n", sizeof({layout}));')
+    main = tmp_path / "main.cu"
+    main.write_text('#include <cstdio>\n#include "ring.cuh"\nint main() {\n' + "\n".join(lines) + "\n}\n")
+    program = tmp_path / "main"
+    subprocess.run(
+        [str(find_nvcc()), "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-I", str(source_dir()), "-o",
+         str(program), str(main)], check=True, capture_output=True,
+    )  # fmt: skip
+    for line in subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines():
+        name, blocks, taken = line.split()
+        print(f"{name}: {taken} bytes of shared memory, {blocks} block(s) an SM")
+        assert int(taken) <= SHARED_LIMIT
+        assert int(blocks) * (int(taken) + RESERVED) <= SHARED_OF_SM
