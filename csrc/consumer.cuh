@@ -20,7 +20,7 @@ struct Consumer {
   static constexpr int WORDS = KEYS / EDGE_KEYS;
   static constexpr u32 Q_PANELS = Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Q_PANELS;
   static_assert(Q_STEPS % 4 == 0, "a panel of Q is in registers or in shared memory");
-  static constexpr float LN2 = 0.6931471805599453f, INFINITY_F = __builtin_huge_valf();
+  static constexpr float LN2 = 0.6931471805599453f;
 
   const AttentionParams& p;
   Memory& memory;
@@ -155,7 +155,7 @@ struct Consumer {
 #pragma unroll
           for (int odd = 0; odd < 2; ++odd) {
             float& score = scores[4 * (4 * i + j) + 2 * half + odd];
-            score = mine >> (8 * j + odd) & 1 ? score : -INFINITY_F;
+            score = mine >> (8 * j + odd) & 1 ? score : -infinity();
           }
       }
   }
@@ -172,7 +172,7 @@ struct Consumer {
       best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
       best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
       // a row that has seen nothing yet keeps -inf as its maximum; -inf - -inf would be NaN
-      const float base = best == -INFINITY_F ? 0.f : best * scale;
+      const float base = best == -infinity() ? 0.f : best * scale;
       decay[half] = exp2_approx(top[half] * scale - base);
       top[half] = best;
       float part = 0.f;
@@ -215,7 +215,7 @@ struct Consumer {
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       const float inverse = total > 0.f ? 1.f / total : 0.f;
-      const float lse = total > 0.f ? top[half] * p.scale + log2_approx(total) : -INFINITY_F;
+      const float lse = total > 0.f ? top[half] * p.scale + log2_approx(total) : -infinity();
       const i32 row = at.row0 + local[half];
       if (row >= at.row_end) continue;
       if (at.whole) {
@@ -253,7 +253,7 @@ struct Consumer {
     load_q(q, at);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
-    top[0] = top[1] = -INFINITY_F;
+    top[0] = top[1] = -infinity();
     sum[0] = sum[1] = 0.f;
 
     if (at.full_tiles == 0) load_words(words, at, at.edge_begin);

@@ -102,6 +102,8 @@ __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontr
 
 // --- numbers --------------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
+
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

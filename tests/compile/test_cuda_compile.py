@@ -1,4 +1,4 @@
-"""Each CUDA kernel compiles with nvcc for sm_90a: no spills, no serialised wgmma; prints registers and shared memory."""
+"""The CUDA kernels compile with nvcc for sm_90a: no spills, no serialised wgmma; prints registers, shared memory."""
 
 from __future__ import annotations
 
