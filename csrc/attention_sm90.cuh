@@ -41,7 +41,7 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
 
   launch_dependents();
   if (threadIdx.x == 0) {
-    if (shared_address(shared_bytes) % ATOM_BYTES != 0) asm volatile("trap;");
+    if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
     for (int slot = 0; slot < SLOTS; ++slot) {
       barrier_init(shared_address(&memory.full[slot]), PRODUCER_ARRIVALS);
       barrier_init(shared_address(&memory.empty[slot]), 4 * CONSUMERS);

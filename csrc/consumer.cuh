@@ -87,9 +87,7 @@ struct Consumer {
 #pragma unroll
           for (u32 j = 0; j < 4; ++j) part[j] = valid ? __ldg(from + panel * 32 + j) ^ p.q_sign : 0;
           const u32 to = q_address + panel * (64 * 128) + row * 128 + ((chunk ^ row % 8) << 4);
-          asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(part[0]), "r"(part[1]), "r"(part[2]),
-                       "r"(part[3])
-                       : "memory");
+          store_shared_16(to, part[0], part[1], part[2], part[3]);
         }
       }
       fence_async_proxy();
@@ -230,9 +228,7 @@ struct Consumer {
         float* to = p.partial_out + (part_row + local[half]) * HEAD_DIM + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 8; ++j)
-          asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to + 8 * j), "f"(out[4 * j + 2 * half] * inverse),
-                       "f"(out[4 * j + 2 * half + 1] * inverse)
-                       : "memory");
+          store_pair(to + 8 * j, out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
         if (lane % 4 == 0) p.partial_lse[part_row + local[half]] = lse;
       }
     }

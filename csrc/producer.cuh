@@ -55,8 +55,8 @@ struct Producer {
 #if TREEATTN_CANARY
     // a slot that was given back too early shows as NaN
     for (u32 at = (warp * 32 + lane) * 16; at < sizeof(memory.slots[0]); at += 128 * 16)
-      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(slot + at), "r"(0xFFFFFFFFu) : "memory");
-    asm volatile("bar.sync 1, 128;" ::: "memory");
+      store_shared_16(slot + at, ~0u, ~0u, ~0u, ~0u);
+    warpgroup_sync(1);
 #endif
 #if TREEATTN_DELAY
     if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);

@@ -19,6 +19,9 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// Ends the grid with an error.
+__device__ __forceinline__ void trap() { asm volatile("trap;"); }
+
 // Thread of its warpgroup. Read anew each time: a value that is kept would hold a register where there are few.
 __device__ __forceinline__ u32 thread_in_group() {
   u32 thread;
@@ -54,7 +57,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
   while (!barrier_passed(barrier, parity)) {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    if (now - start > TREEATTN_TRAP_AFTER_MS * 1000000ull) asm volatile("trap;");
+    if (now - start > TREEATTN_TRAP_AFTER_MS * 1000000ull) trap();
   }
 #else
   while (!barrier_passed(barrier, parity)) {
@@ -73,6 +76,16 @@ __device__ __forceinline__ void copy_async_16(u32 to, u64 from, u32 bytes) {
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// 16 bytes to shared memory.
+__device__ __forceinline__ void store_shared_16(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// 8 bytes to global memory.
+__device__ __forceinline__ void store_pair(float* to, float a, float b) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
+}
 
 // At most PENDING of this thread's latest groups are still on their way.
 template <int PENDING>

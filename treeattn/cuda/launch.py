@@ -67,6 +67,68 @@ def refuse_unaligned(cache_strides: tuple[int, ...], **tensors: Tensor | None) -
             )
 
 
+def params_of(
+    step: Step,
+    q: Tensor,
+    k_tree: Tensor | None,
+    v_tree: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    cache_strides: tuple[int, ...],
+) -> AttentionParams:
+    """What of the params struct stays from call to call; the tensors are read for their shapes and strides."""
+    layout, kv, buffers = step.layout, step.kv, step.buffers
+    if buffers is None:
+        raise ValueError("a step of the cuda backend has buffers")
+    magic, shift = division(kv.page_size)
+    params = AttentionParams(
+        partial_out=buffers.partial_out.data_ptr(),
+        partial_lse=buffers.partial_lse.data_ptr(),
+        work=buffers.work.data_ptr(),
+        spans=buffers.spans.data_ptr(),
+        qo_indptr=layout.qo_indptr.data_ptr(),
+        mask_words=step.words32.data_ptr(),
+        kv_indptr=_address(kv.kv_indptr),
+        table=kv.table.data_ptr(),
+        tree_slots=_address(kv.tree_slots),
+        stride_table_request=kv.table.stride(0),
+        total_q=q.shape[0],
+        num_words=2 * layout.num_words,
+        group=step.group,
+        kv_heads=step.num_kv_heads,
+        page_size=kv.page_size,
+        page_magic=magic,
+        page_shift=shift,
+        wide_table=kv.table.dtype == torch.int64,
+        wide_indptr=kv.kv_indptr is not None and kv.kv_indptr.dtype == torch.int64,
+        wide_slots=kv.tree_slots is not None and kv.tree_slots.dtype == torch.int64,
+        k_tree=int(k_tree is not None),  # not null: the nodes come with each call, at an address that `fill` writes
+        lse=int(lse is not None),
+    )
+    names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
+    for name, stride in zip(names, cache_strides, strict=True):
+        setattr(params, f"stride_{name}", stride)
+    for name, tensor in (("q", q), ("k_tree", k_tree), ("v_tree", v_tree), ("out", out), ("lse", lse)):
+        if tensor is not None:
+            setattr(params, f"stride_{name}_row", tensor.stride(0))
+            setattr(params, f"stride_{name}_head", tensor.stride(1))
+    return params
+
+
+def fill(
+    params: AttentionParams, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float
+) -> None:
+    """Write the addresses and the scale (times log2(e)) of a call; a tensor may come as its address."""
+    params.q, params.k, params.v, params.out = _address(q), _address(k), _address(v), _address(out)
+    if params.k_tree:
+        params.k_tree, params.v_tree = _address(k_tree), _address(v_tree)
+    if params.lse:
+        params.lse = _address(lse)
+    # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
+    params.scale = max(abs(scale), 1e-30)
+    params.q_sign = Q_SIGNS if scale < 0 else 0
+
+
 class AttentionLaunch:
     """The attention kernel of a step, called with the leading arguments of Triton's ``attention_kernel``."""
 
@@ -79,51 +141,15 @@ class AttentionLaunch:
         out: Tensor,
         lse: Tensor | None,
         cache_strides: tuple[int, ...],
-        function: Function | None = None,
     ) -> None:
-        layout, kv, buffers = step.layout, step.kv, step.buffers
-        if buffers is None or step.config is None:
-            raise ValueError("a step of the cuda backend has buffers and a configuration")
-        self.device_index = index_of(layout.device)
-        self.function = function or prepare(step)
-        self.has_lse, self.fresh = lse is not None, k_tree is not None
-        self.kept = (buffers, layout, kv, step.words32)  # their addresses are in the struct
-        magic, shift = division(kv.page_size)
-        self.params = params = AttentionParams(
-            partial_out=buffers.partial_out.data_ptr(),
-            partial_lse=buffers.partial_lse.data_ptr(),
-            work=buffers.work.data_ptr(),
-            spans=buffers.spans.data_ptr(),
-            qo_indptr=layout.qo_indptr.data_ptr(),
-            mask_words=step.words32.data_ptr(),
-            kv_indptr=_address(kv.kv_indptr),
-            table=kv.table.data_ptr(),
-            tree_slots=_address(kv.tree_slots),
-            stride_table_request=kv.table.stride(0),
-            stride_q_row=q.stride(0),
-            stride_q_head=q.stride(1),
-            stride_out_row=out.stride(0),
-            stride_out_head=out.stride(1),
-            total_q=q.shape[0],
-            num_words=2 * layout.num_words,
-            group=step.group,
-            kv_heads=step.num_kv_heads,
-            page_size=kv.page_size,
-            page_magic=magic,
-            page_shift=shift,
-            wide_table=kv.table.dtype == torch.int64,
-            wide_indptr=kv.kv_indptr is not None and kv.kv_indptr.dtype == torch.int64,
-            wide_slots=kv.tree_slots is not None and kv.tree_slots.dtype == torch.int64,
-        )
-        names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
-        for name, stride in zip(names, cache_strides, strict=True):
-            setattr(params, f"stride_{name}", stride)
-        for name, tensor in (("k_tree", k_tree), ("v_tree", v_tree), ("lse", lse)):
-            if tensor is not None:
-                setattr(params, f"stride_{name}_row", tensor.stride(0))
-                setattr(params, f"stride_{name}_head", tensor.stride(1))
+        if step.config is None:
+            raise ValueError("a step of the cuda backend has a configuration")
+        self.device_index = index_of(step.layout.device)
+        self.function = prepare(step)
+        self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
+        self.params = params_of(step, q, k_tree, v_tree, out, lse, cache_strides)
         # cuLaunchKernel reads the struct before it returns
-        self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self.shape = (step.num_programs, 1, 1, 32 * step.config.num_warps, 1, 1, self.function.shared_bytes)
 
     def __call__(
@@ -135,15 +161,7 @@ class AttentionLaunch:
             with torch.cuda.device(self.device_index):
                 self(q, k, v, k_tree, v_tree, out, lse, scale)
             return
-        params = self.params
-        params.q, params.k, params.v, params.out = _address(q), _address(k), _address(v), _address(out)
-        if self.fresh:
-            params.k_tree, params.v_tree = _address(k_tree), _address(v_tree)
-        if self.has_lse:
-            params.lse = _address(lse)
-        # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
-        params.scale = max(abs(scale), 1e-30)
-        params.q_sign = Q_SIGNS if scale < 0 else 0
+        fill(self.params, q, k, v, k_tree, v_tree, out, lse, scale)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, self.arguments, None)
         if code != 0:
