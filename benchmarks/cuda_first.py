@@ -360,7 +360,7 @@ def variants() -> int:
     kinds = {f"c{c}n{n}": config(c, n) for c, n in ((1, 64), (2, 64), (2, 128), (3, 64))}
     names = [(name, run("", made)) for name, made in kinds.items()]
     names += [(f"{name}-fence", run(FENCE, kinds[name])) for name in ("c1n64", "c2n64", "c3n64")]
-    names += [("c2n64-m1", run("", config(2, 64, 1))), ("c3n64-m4", run("", config(3, 64, 4)))]
+    names += [("c2n64-m1", run("", config(2, 64, 1))), ("c3n64-m1", run("", config(3, 64, 1)))]
     rows: list[dict[str, Any]] = []
     lines = [f"  {'batch,q,prefix,heads':24} {'floor':>7} " + " ".join(f"{name:>12}" for name, _ in names)]
     works = [work for index, (work, _) in enumerate(gqa_rows()) if index in VARIANT_ROWS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -278,16 +279,19 @@ def _run_kernels(
     key = (low_bits % 16 == 0 or _alignments(*tensors), zero_tail, kind)
     launch = checked.launches.get(key)
     if launch is None:
+        make: Callable[..., Any]
         if step.backend == "cuda":
-            from .cuda.launch import CudaLayerLaunch as Launches
-            from .cuda.launch import refuse_unaligned
+            from .cuda.launch import CudaLayerLaunch, refuse_unaligned
 
             refuse_unaligned(
                 checked.cache_strides, q=q, k_cache=k_cache, v_cache=v_cache, k_tree=k_tree, v_tree=v_tree, out=out
             )
+            make = CudaLayerLaunch
         else:
-            from .kernels.launch import LayerLaunch as Launches
-        launch = checked.launches[key] = Launches(
+            from .kernels.launch import LayerLaunch
+
+            make = LayerLaunch
+        launch = checked.launches[key] = make(
             step, q, k_tree, v_tree, out, lse, scoring, cache_strides=checked.cache_strides, zero_tail=zero_tail
         )
     launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)

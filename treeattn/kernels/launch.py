@@ -237,7 +237,7 @@ class LayerLaunch:
         if config.max_registers:
             options["maxnreg"] = config.max_registers
         arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, scoring)
-        self.attention = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
+        self.attention: Any = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
         arguments, programs = _finish_arguments(step, rows, zero_tail)
         options = {"num_warps": 1, "enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
         self.finish = Launch(finish_kernel, (programs,), step.layout.device, shared | arguments, options)
