@@ -19,11 +19,11 @@ template <int CONSUMERS>
 struct Registers;
 template <>
 struct Registers<1> {
-  static constexpr int PRODUCER = 56, CONSUMER = 200;
+  static constexpr int PRODUCER = 40, CONSUMER = 216;
 };
 template <>
 struct Registers<2> {
-  static constexpr int PRODUCER = 56, CONSUMER = 224;
+  static constexpr int PRODUCER = 40, CONSUMER = 232;
 };
 template <>
 struct Registers<3> {

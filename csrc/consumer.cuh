@@ -26,7 +26,7 @@ struct Consumer {
   Memory& memory;
   const int group, warp, lane;  // warpgroup of the block, warp of the warpgroup
   u32 q_address;
-  Place<SLOTS> place;
+  Place<SLOTS> place, v_place;  // of the next half tile, of the V that is being multiplied
   i32 local[2];   // this thread's two rows in the row tile
   float top[2];   // maximum of the scores so far, before the scale
   float sum[2];   // of the weights, this thread's columns only
@@ -203,6 +203,18 @@ struct Consumer {
     }
   }
 
+  // Behind the softmax of a tile: the sums of the tiles before are done, and are scaled to the new maximum.
+  __device__ __forceinline__ void turn(float (&out)[HEAD_DIM / 2], u32 (&weights)[KEYS / 4],
+                                       const float (&scores)[KEYS / 2], bool multiplied) {
+    if (multiplied) {
+      wgmma_wait<0>();
+      pin(out);
+      release(v_place);
+      rescale(out);
+    }
+    weights_of(weights, scores);
+  }
+
   // Rows of a whole item to `out`, of a part to its partial slot.
   __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at) {
     // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
@@ -263,12 +275,13 @@ struct Consumer {
     place.step();
     if (at.full_tiles == 0) mask(scores, words);
     softmax(scores);
-    weights_of(weights, scores);
 
+    // `place` is V of the tile whose weights are in `scores`; K of the next tile is behind it
+#pragma unroll 1
     for (i32 tile = 1; tile < at.tiles; ++tile) {
       const bool masked = tile >= at.full_tiles;
       if (masked) load_words(words, at, at.edge_begin + (tile - at.full_tiles) * (KEYS / EDGE_KEYS));
-      // `place` is V of the tile before, K of this one is behind it
+      turn(out, weights, scores, tile > 1);
       Place<SLOTS> k_place = place;
       k_place.step();
       wait_full(k_place);
@@ -284,17 +297,15 @@ struct Consumer {
       wgmma_wait<1>();
       pin(scores);
       release(k_place);
-      if (masked) mask(scores, words);
-      softmax(scores);
-      wgmma_wait<0>();
-      pin(out);
-      release(place);
+      v_place = place;
       place = k_place;
       place.step();
-      rescale(out);
-      weights_of(weights, scores);
+      if (masked) mask(scores, words);
+      softmax(scores);
+      // The end of the loop: were the wait for P V in the same straight line of code, ptxas would move it up ahead of the
+      // exponentials that are to run under the product.
     }
-
+    turn(out, weights, scores, at.tiles > 1);
     wait_full(place);
     pin(out);
     wgmma_fence();

@@ -23,11 +23,10 @@ def interpreted() -> bool:
 def available_backends(device: torch.device | str = "cuda") -> dict[str, str | None]:
     """Every backend by name, with None if it works on `device`, else the reason why not."""
     device = torch.device(device)
-    reasons: dict[str, str | None] = {"reference": None, "torch": None, "triton": _triton_reason(device.type)}
-    reasons["cuda"] = _cuda_reason(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        reasons = dict.fromkeys(BACKENDS, "torch sees no CUDA device")
-    return reasons
+        return dict.fromkeys(BACKENDS, "torch sees no CUDA device")
+    own = {"triton": _triton_reason(device.type), "cuda": _cuda_reason(device)}
+    return {"reference": None, "torch": None, **own}
 
 
 def _triton_reason(device_type: str) -> str | None:
