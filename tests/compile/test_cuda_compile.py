@@ -52,6 +52,33 @@ def test_compiles_without_spills_or_serialised_products(source: str, build: str,
         assert spilled == 0
 
 
+def disassembled(source: str, folder: Path) -> dict[str, list[str]]:
+    """Machine instructions by kernel."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = folder / "plain.cubin"
+    command = [str(find_nvcc()), *NVCC_OPTIONS, "-o", str(cubin), str(source_dir() / source)]
+    subprocess.run(command, check=True, capture_output=True)
+    text = subprocess.run([tool, "-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
+    kernels: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if named := re.search(r"Function : (\w+)", line):
+            code = kernels.setdefault(named[1], [])
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            code.append(found[1])
+    return kernels
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_exponentials_run_under_a_product(source: str, tmp_path: Path) -> None:
+    """Between the wait for Q K^T, with P V still on its way, and the wait for P V stand the exponentials of a tile."""
+    for name, code in disassembled(source, tmp_path).items():
+        keys = int(name.rsplit("_n", 1)[1])
+        begin = next(at for at, line in enumerate(code) if re.search(r"DEPBAR\.LE gsb0, 0x1", line))
+        end = next(at for at, line in enumerate(code) if at > begin and re.search(r"DEPBAR\.LE gsb0, 0x0", line))
+        assert sum("MUFU.EX2" in line for line in code[begin:end]) >= keys // 2, name
+
+
 def test_shared_memory_fits(tmp_path: Path) -> None:
     """The structs that the kernels lay over shared memory, measured by nvcc's host compiler."""
     lines = []

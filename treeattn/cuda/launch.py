@@ -46,11 +46,15 @@ def index_of(device: torch.device) -> int:
 
 
 def prepare(step: Step) -> Function:
-    """Load the kernel of a step; see :func:`load`. ``TREEATTN_CUDA_MACROS`` names macros of a checked build."""
+    """Load the kernel of a step, once; see :func:`load`. ``TREEATTN_CUDA_MACROS`` names macros of a checked build."""
     if step.config is None:
         raise ValueError("a step of the cuda backend has a configuration")
-    macros = tuple(os.environ.get("TREEATTN_CUDA_MACROS", "").split())
-    return load(variant_of(step, step.config), index_of(step.layout.device), macros)
+    function: Function | None = step.launches.get("cuda")
+    if function is None:
+        macros = tuple(os.environ.get("TREEATTN_CUDA_MACROS", "").split())
+        function = load(variant_of(step, step.config), index_of(step.layout.device), macros)
+        step.launches["cuda"] = function
+    return function
 
 
 def refuse_unaligned(cache_strides: tuple[int, ...], **tensors: Tensor | None) -> None:
