@@ -9,6 +9,7 @@ build     compile with nvcc and, where CuPy has it, NVRTC
 smoke     a few shapes, simplest first, against float64; says of each how far off it is
 cases     named shapes (page sizes, fresh, slots, padding, ragged) and random cases against float64, both dtypes
 canary    the same with slots filled with NaN before they are refilled, and a producer that sleeps now and then
+memcheck  smoke under compute-sanitizer (only where it is named)
 graph     one graph over 20 random steps; one input 200 times, bit for bit
 time      the 27 rows of targets.json: cuda beside triton and, where it imports, FlashAttention-3
 variants  the kernel's other shapes and signalling on some rows
@@ -33,7 +34,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT", "benchmarks/results"))
-LIMITS = {"build": 120, "smoke": 90, "cases": 200, "time": 240, "variants": 200, "canary": 200, "graph": 60}
+LIMITS = {"build": 120, "smoke": 90, "cases": 200, "time": 240, "variants": 200, "canary": 200, "graph": 60,
+          "memcheck": 280}  # fmt: skip
 BUDGET = 570
 """Seconds for everything; what does not fit is left out, the last stages first."""
 CHECKED = "TREEATTN_TRAP_AFTER_MS=2000"
@@ -388,6 +390,7 @@ STAGES: dict[str, Callable[[], int]] = {
     "build": build, "smoke": smoke, "cases": cases, "time": time_rows, "variants": variants, "canary": canary,
     "graph": graph,
 }  # fmt: skip
+MEMCHECK = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
 MACROS = {"smoke": CHECKED, "cases": CHECKED, "canary": CANARY, "graph": CHECKED}
 
 
@@ -407,7 +410,11 @@ def main() -> int:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         limit = min(LIMITS[stage], left)
         # a session of its own, so that the pool of a stage that hangs ends with it
-        running = subprocess.Popen([sys.executable, __file__, "--stage", stage], env=environ, start_new_session=True)
+        command = [sys.executable, __file__, "--stage", stage]
+        if stage == "memcheck":
+            environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch's allocator would hide overruns
+            command = [*MEMCHECK, *command[:-1], "smoke"]
+        running = subprocess.Popen(command, env=environ, start_new_session=True)
         try:
             status: Any = running.wait(limit)
         except subprocess.TimeoutExpired:

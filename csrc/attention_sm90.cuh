@@ -65,12 +65,10 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
 
 }  // namespace treeattn
 
-// One kernel: its name tells dtype, head dim, consumer warpgroups and keys of a tile. `shared_bytes_<name>` tells the
-// host how much shared memory it takes.
-#define TREEATTN_ATTENTION(NAME, T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH, BLOCKS)                               \
+// One kernel: its name tells dtype, head dim, consumer warpgroups and keys of a tile. The host reads these lines for the
+// shared memory that a kernel takes (treeattn/cuda/build.py).
+#define TREEATTN_ATTENTION(NAME, T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH, BLOCKS)                      \
   extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), BLOCKS)                                      \
       NAME(const __grid_constant__ treeattn::AttentionParams params) {                                             \
-    treeattn::attention_sm90<treeattn::T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH>(params);                        \
-  }                                                                                                                \
-  extern "C" __device__ const unsigned int shared_bytes_##NAME =                                                   \
-      sizeof(treeattn::Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Layout);
+    treeattn::attention_sm90<treeattn::T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH>(params);               \
+  }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.cuda.build import NVCC_OPTIONS, find_nvcc, source_dir
+from treeattn.cuda.build import NVCC_OPTIONS, find_nvcc, kernels_in, source_dir
 
 SHARED_LIMIT = 227 * 1024
 SHARED_OF_SM, RESERVED = 228 * 1024, 1024
@@ -44,9 +44,8 @@ def test_compiles_without_spills_or_serialised_products(source: str, build: str,
     assert done.returncode == 0, log
     complaints = [line for line in log.splitlines() if COMPLAINTS.search(line)]
     assert not complaints, "\n".join(complaints)
-    names = re.findall(r"^TREEATTN_ATTENTION\((\w+)", (source_dir() / source).read_text(), re.MULTILINE)
     kernels = kernels_of(log)
-    assert sorted(kernels) == sorted(names)
+    assert sorted(kernels) == sorted(kernels_in(source))
     for name, (spilled, registers) in kernels.items():
         print(f"{build} {name}: {registers} registers at launch, {spilled} bytes spilled")
         assert spilled == 0
@@ -81,17 +80,12 @@ def test_exponentials_run_under_a_product(source: str, tmp_path: Path) -> None:
 
 def test_shared_memory_fits(tmp_path: Path) -> None:
     """The structs that the kernels lay over shared memory, measured by nvcc's host compiler."""
+    shapes = {name: shape for source in SOURCES for name, shape in kernels_in(source).items()}
     lines = []
-    for source in SOURCES:
-        for arguments in re.findall(
-            r"^TREEATTN_ATTENTION\(([^)]*)\)", (source_dir() / source).read_text(), re.MULTILINE
-        ):
-            name, _, dim, consumers, keys, slots, q_steps, depth, blocks = (
-                part.strip() for part in arguments.split(",")
-            )
-            assert int(slots) >= int(depth) + 2
-            layout = f"treeattn::Shared<{dim}, {consumers}, {keys}, {slots}, {q_steps}>::Layout"
-            lines.append(f'  std::printf("{name} {blocks} %zu\\n", sizeof({layout}));')
+    for name, shape in shapes.items():
+        assert shape.slots >= shape.depth + 2
+        arguments = f"{shape.head_dim}, {shape.consumers}, {shape.keys}, {shape.slots}, {shape.q_steps}"
+        lines.append(f'  std::printf("{name} %zu\\n", sizeof(treeattn::Shared<{arguments}>::Layout));')
     main = tmp_path / "main.cu"
     main.write_text('#include <cstdio>\n#include "ring.cuh"\nint main() {\n' + "\n".join(lines) + "\n}\n")
     program = tmp_path / "main"
@@ -100,7 +94,8 @@ def test_shared_memory_fits(tmp_path: Path) -> None:
          str(program), str(main)], check=True, capture_output=True,
     )  # fmt: skip
     for line in subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines():
-        name, blocks, taken = line.split()
-        print(f"{name}: {taken} bytes of shared memory, {blocks} block(s) an SM")
-        assert int(taken) <= SHARED_LIMIT
-        assert int(blocks) * (int(taken) + RESERVED) <= SHARED_OF_SM
+        name, taken = line.split()
+        shape = shapes[name]
+        print(f"{name}: {taken} bytes of shared memory, {shape.blocks} block(s) an SM")
+        assert int(taken) == shape.shared_bytes <= SHARED_LIMIT
+        assert shape.blocks * (int(taken) + RESERVED) <= SHARED_OF_SM

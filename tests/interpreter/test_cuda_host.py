@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from treeattn.cuda.build import source_dir
+from treeattn.cuda.build import kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
 from treeattn.cuda.launch import fill, params_of
 from treeattn.kernels import launch as launching
@@ -36,11 +35,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         shutil.copy(path, folder)
     for path in HOST.iterdir():
         shutil.copy(path, folder)
-    names = [
-        name
-        for source in source_dir().glob("*.cu")
-        for name in re.findall(r"^TREEATTN_ATTENTION\((\w+)", source.read_text(), re.MULTILINE)
-    ]
+    names = [name for source in source_dir().glob("*.cu") for name in kernels_in(source.name)]
     listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
     subprocess.run(
         [str(GXX), "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,9 @@ from typing import NamedTuple
 
 TARGET = "sm_90a"  # wgmma and setmaxnreg exist for this very chip only
 NVCC_OPTIONS = ("-std=c++17", "-O3", "-cubin", "-gencode=arch=compute_90a,code=sm_90a")
+PANEL_BYTES = 64 * 128  # 64 rows of Q
+CURSOR_BYTES = 96
+ATOM_BYTES = 1024
 NVRTC_OPTIONS = ("--std=c++17", f"--gpu-architecture={TARGET}")
 
 
@@ -29,6 +33,28 @@ class Compiler(NamedTuple):
     name: str
     version: str
     compile: Callable[[Path, Sequence[str]], bytes]
+
+
+class KernelShape(NamedTuple):
+    """The arguments of a ``TREEATTN_ATTENTION`` line of a source file, but for the name."""
+
+    dtype: str
+    head_dim: int
+    consumers: int
+    keys: int
+    slots: int
+    q_steps: int
+    depth: int
+    blocks: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``Shared::Layout`` (csrc/ring.cuh), which a compile test compares with the compiler's."""
+        ring = self.slots * self.keys * self.head_dim * 2
+        panels = (self.head_dim // 16 - self.q_steps) // 4
+        q = max(self.consumers * panels * PANEL_BYTES, 16)
+        rest = 2 * 8 * self.slots + 4 * (self.consumers + 1) * CURSOR_BYTES
+        return -(-(ring + q + rest) // ATOM_BYTES) * ATOM_BYTES
 
 
 class BuildError(RuntimeError):
@@ -42,6 +68,16 @@ def source_dir() -> Path:
         if (place / "params.h").is_file():
             return place
     raise BuildError(f"the CUDA sources are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}")
+
+
+def kernels_in(source_name: str) -> dict[str, KernelShape]:
+    """The kernels of a source file by name."""
+    text = (source_dir() / source_name).read_text()
+    found = {}
+    for line in re.findall(r"^TREEATTN_ATTENTION\(([^)]*)\)", text, re.MULTILINE):
+        name, dtype, *numbers = re.split(r",\s*", line)
+        found[name] = KernelShape(dtype, *map(int, numbers))
+    return found
 
 
 def cache_dir() -> Path:

@@ -31,12 +31,10 @@ def driver() -> Any:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise DriverError(f"no CUDA driver: {error}") from error
-    pointer, size, unsigned = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+    pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
     library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     library.cuModuleLoadData.argtypes = [ctypes.POINTER(pointer), ctypes.c_char_p]
     library.cuModuleGetFunction.argtypes = [ctypes.POINTER(pointer), pointer, ctypes.c_char_p]
-    library.cuModuleGetGlobal_v2.argtypes = [ctypes.POINTER(pointer), ctypes.POINTER(size), pointer, ctypes.c_char_p]
-    library.cuMemcpyDtoH_v2.argtypes = [pointer, pointer, size]
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     library.cuFuncGetAttribute.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int, pointer]
     library.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
@@ -58,32 +56,23 @@ class Module:
         self.handle = ctypes.c_void_p()
         check("cuModuleLoadData", driver().cuModuleLoadData(ctypes.byref(self.handle), cubin))
 
-    def function(self, name: str) -> Function:
+    def function(self, name: str, shared_bytes: int) -> Function:
         """A kernel, ready to launch."""
-        return Function(self, name)
-
-    def number(self, name: str) -> int:
-        """Value of a global unsigned int."""
-        address, size, value = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_uint()
-        found = driver().cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self.handle, name.encode())
-        check(f"cuModuleGetGlobal({name})", found)
-        check("cuMemcpyDtoH", driver().cuMemcpyDtoH_v2(ctypes.byref(value), address, ctypes.sizeof(value)))
-        return value.value
+        return Function(self, name, shared_bytes)
 
 
 class Function:
-    """A kernel of a module; its shared memory is what the module's ``shared_bytes_<name>`` says."""
+    """A kernel of a module, with so much dynamic shared memory."""
 
-    def __init__(self, module: Module, name: str) -> None:
-        self.name, self.handle = name, ctypes.c_void_p()
+    def __init__(self, module: Module, name: str, shared_bytes: int) -> None:
+        self.name, self.shared_bytes, self.handle = name, shared_bytes, ctypes.c_void_p()
         check(
             f"cuModuleGetFunction({name})",
             driver().cuModuleGetFunction(ctypes.byref(self.handle), module.handle, name.encode()),
         )
-        self.shared_bytes = module.number(f"shared_bytes_{name}")
         check(
-            f"{self.shared_bytes} bytes of shared memory for {name}",
-            driver().cuFuncSetAttribute(self.handle, MAX_DYNAMIC_SHARED, self.shared_bytes),
+            f"{shared_bytes} bytes of shared memory for {name}",
+            driver().cuFuncSetAttribute(self.handle, MAX_DYNAMIC_SHARED, shared_bytes),
         )
 
     def attribute(self, which: int) -> int:

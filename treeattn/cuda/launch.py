@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.launch import LayerLaunch
 from ..plan import Step
 from ..scoring import Scoring
-from .build import build
+from .build import build, kernels_in
 from .config import Variant, variant_of
 from .driver import Function, Module, check, driver
 from .params import Q_SIGNS, AttentionParams, division
@@ -26,18 +26,22 @@ ROW_BYTES = 16
 
 
 @cache
-def _module(head_dim: int, device_index: int, macros: tuple[str, ...]) -> Module:
+def _module(source: str, device_index: int, macros: tuple[str, ...]) -> Module:
     with torch.cuda.device(device_index):
         torch.cuda.current_stream().synchronize()  # makes the context
-        return Module(build(f"attention_sm90_d{head_dim}.cu", macros))
+        return Module(build(source, macros))
 
 
 @cache
 def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> Function:
     """A kernel on a device, built, loaded and with its shared memory granted: for set-up, not inside a capture."""
-    module = _module(variant.head_dim, device_index, macros)
+    source = f"attention_sm90_d{variant.head_dim}.cu"
+    shape = kernels_in(source).get(variant.name)
+    if shape is None:
+        raise NotImplementedError(f"backend 'cuda' has no kernel {variant.name}; backend='triton' takes any tile")
+    module = _module(source, device_index, macros)
     with torch.cuda.device(device_index):
-        return module.function(variant.name)
+        return module.function(variant.name, shape.shared_bytes)
 
 
 def index_of(device: torch.device) -> int:
