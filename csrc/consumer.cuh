@@ -42,7 +42,7 @@ struct Consumer {
 
   __device__ __forceinline__ void wait_full(const Place<SLOTS>& at) {
     barrier_wait(shared_address(&memory.full[at.slot()]), at.phase());
-    if (TREEATTN_CONSUMER_FENCE) fence_async_proxy();
+    if (TREEATTN_CONSUMER_FENCE == 1) fence_async_proxy();
   }
 
   __device__ __forceinline__ void release(const Place<SLOTS>& at) {
@@ -251,6 +251,7 @@ struct Consumer {
       // none of this warpgroup's rows is there
       for (i32 halves = 2 * at.tiles; halves > 0; --halves) {
         wait_full(place);
+        __syncwarp();  // no lane may still look at a phase that the release lets end (elsewhere wgmma brings them together)
         release(place);
         place.step();
       }

@@ -85,10 +85,11 @@ struct Producer {
 #endif
   }
 
-  // Report what is still on its way: at the end only, since the ring goes on from item to at.
+  // Report what is still on its way: at the end only, since the ring goes on from item to item. No thread ends with copies
+  // on their way, those that arrive by themselves included.
   __device__ __forceinline__ void drain() {
     find_thread();
-    copy_async_wait<0>();
+    copy_async_wait_all();
     while (place.pending() > 0) signal();
   }
 

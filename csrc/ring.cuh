@@ -13,6 +13,8 @@
 
 // Who makes the copies, which are of the generic proxy, visible to wgmma, which is of the async proxy. 0: the producer,
 // which waits for a copy, fences and arrives. 1: the consumer, behind a barrier at which the copies arrive by themselves.
+// 2: nobody, and the copies arrive by themselves: to measure what the fence costs (it is a MEMBAR, and a producer's may
+// wait for all copies that are on their way), not to be used.
 #ifndef TREEATTN_CONSUMER_FENCE
 #define TREEATTN_CONSUMER_FENCE 0
 #endif

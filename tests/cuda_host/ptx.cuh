@@ -243,6 +243,10 @@ inline void copy_async_wait() {
     groups.pop_front();
   }
 }
+inline void copy_async_wait_all() {
+  copy_async_commit();
+  copy_async_wait<0>();
+}
 inline void copy_async_arrive(u32 barrier) {
   for (const Copy& copy : fibers[running].open) copy_now(copy);
   fibers[running].open.clear();
