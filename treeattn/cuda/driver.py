@@ -10,6 +10,8 @@ from functools import cache
 from typing import Any
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 NUM_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 LOCAL_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 
@@ -38,6 +40,12 @@ def driver() -> Any:
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     library.cuFuncGetAttribute.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int, pointer]
     library.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
+    library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [
+        ctypes.POINTER(ctypes.c_int), pointer, ctypes.c_int, ctypes.c_size_t,
+    ]  # fmt: skip
+    library.cuDeviceGet.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
+    library.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(pointer), ctypes.c_int]
+    library.cuCtxSetCurrent.argtypes = [pointer]
     return library
 
 
@@ -47,6 +55,19 @@ def check(name: str, code: int) -> None:
         words = ctypes.c_char_p()
         driver().cuGetErrorString(code, ctypes.byref(words))
         raise DriverError(f"{name}: {(words.value or b'unknown error').decode()} ({code})")
+
+
+@cache
+def _primary_context(device_index: int) -> ctypes.c_void_p:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    check("cuDeviceGet", driver().cuDeviceGet(ctypes.byref(device), device_index))
+    check("cuDevicePrimaryCtxRetain", driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    return context
+
+
+def make_current(device_index: int) -> None:
+    """Give this thread the context that torch uses: a thread whose first CUDA call is a launch of ours has none."""
+    check("cuCtxSetCurrent", driver().cuCtxSetCurrent(_primary_context(device_index)))
 
 
 class Module:
@@ -74,9 +95,17 @@ class Function:
             f"{shared_bytes} bytes of shared memory for {name}",
             driver().cuFuncSetAttribute(self.handle, MAX_DYNAMIC_SHARED, shared_bytes),
         )
+        # two blocks of 113 KiB need all 228 KiB of a multiprocessor
+        check(f"the carveout of {name}", driver().cuFuncSetAttribute(self.handle, SHARED_CARVEOUT, 100))
 
     def attribute(self, which: int) -> int:
         """Such as `NUM_REGISTERS`."""
         value = ctypes.c_int()
         check("cuFuncGetAttribute", driver().cuFuncGetAttribute(ctypes.byref(value), which, self.handle))
         return value.value
+
+    def blocks_per_sm(self, threads: int) -> int:
+        """Blocks of so many threads that run on a multiprocessor at once."""
+        count, occupancy = ctypes.c_int(), driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        check("cuOccupancy", occupancy(ctypes.byref(count), self.handle, threads, self.shared_bytes))
+        return count.value

@@ -18,7 +18,7 @@ from ..plan import Step
 from ..scoring import Scoring
 from .build import build, kernels_in
 from .config import Variant, variant_of
-from .driver import Function, Module, check, driver
+from .driver import INVALID_CONTEXT, Function, Module, check, driver, make_current
 from .params import Q_SIGNS, AttentionParams, division
 
 ROW_BYTES = 16
@@ -172,6 +172,9 @@ class AttentionLaunch:
         fill(self.params, q, k, v, k_tree, v_tree, out, lse, scale)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, self.arguments, None)
+        if code == INVALID_CONTEXT:
+            make_current(self.device_index)
+            code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, self.arguments, None)
         if code != 0:
             check(f"launch of {self.function.name}", code)
 
