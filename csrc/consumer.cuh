@@ -170,8 +170,10 @@ struct Consumer {
       best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
       best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
       // a row that has seen nothing yet keeps -inf as its maximum; -inf - -inf would be NaN
-      const float base = best == -infinity() ? 0.f : best * scale;
-      decay[half] = exp2_approx(top[half] * scale - base);
+      const float finite = best == -infinity() ? 0.f : best;
+      const float base = finite * scale;
+      // 1 if the maximum stays, to the bit: top * scale - base would be fused, and leave the rounding of base behind
+      decay[half] = exp2_approx((top[half] - finite) * scale);
       top[half] = best;
       float part = 0.f;
 #pragma unroll
