@@ -1,60 +1,49 @@
 """Build, check and time the CUDA backend on a Hopper GPU in one call of a few minutes, stage by stage.
 
-    PYTHONPATH=. OUT=/tmp/out python3 benchmarks/cuda_first.py [build smoke cases time variants canary graph]
+    PYTHONPATH=. OUT=/tmp/out BUDGET=385 python3 benchmarks/cuda_first.py [build smoke cases time variants ...]
 
-Each stage is a process of its own with a limit, so that a kernel that hangs or faults ends its stage only. Checked
-builds trap instead of hanging.
+Each stage is a process of its own with a limit, and each check one that a fault ends alone. Checked builds trap
+instead of hanging.
 
-build     compile with nvcc and, where CuPy has it, NVRTC
+build     compile with nvcc and, where CuPy has it, NVRTC; registers, local memory and blocks an SM of each kernel
 smoke     a few shapes, simplest first, against float64; says of each how far off it is
 cases     named shapes (page sizes, fresh, slots, padding, ragged) and random cases against float64, both dtypes
-canary    the same with slots filled with NaN before they are refilled, and a producer that sleeps now and then
-memcheck  smoke under compute-sanitizer (only where it is named)
-graph     one graph over 20 random steps; one input 200 times, bit for bit
 time      the 27 rows of targets.json: cuda beside triton and, where it imports, FlashAttention-3
-variants  the kernel's other shapes and signalling on some rows
+variants  the kernel's other shapes and signalling on some rows, and the attention without the merge
+graph     one graph over 20 random steps; one input 200 times, bit for bit; host time of a call
+canary    the cases with slots filled with NaN before they are refilled, and a producer that sleeps now and then
+probe     where a wrong kernel is wrong (cuda_probe.py): run if smoke fails
+memcheck  smoke under compute-sanitizer: run if smoke fails
 
-Writes $OUT/cuda-first-<stage>.json and the tables; these are printed again at the end, the times last.
+If smoke fails, it is tried once more with the fence on the consumer's side; if that is right, all stages go on so.
+Writes $OUT/cuda-first.json (a key for each stage; few files come back from a lent machine); the tables are printed
+again at the end, the times last.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from cuda_common import BASE, CANARY, CHECKED, FENCE, NO_FENCE, OUT, WORKERS, save, saved
+from cuda_times import time_rows, variants
+from isolated import run_isolated
+
 ROOT = Path(__file__).resolve().parent.parent
-OUT = Path(os.environ.get("OUT", "benchmarks/results"))
-LIMITS = {"build": 120, "smoke": 90, "cases": 200, "time": 240, "variants": 200, "canary": 200, "graph": 60,
-          "memcheck": 280}  # fmt: skip
-BUDGET = 570
+LIMITS = {"build": 90, "smoke": 75, "cases": 120, "time": 150, "variants": 120, "canary": 90, "graph": 50,
+          "probe": 60, "memcheck": 150}  # fmt: skip
+BUDGET = float(os.environ.get("BUDGET", 385))
 """Seconds for everything; what does not fit is left out, the last stages first."""
-CHECKED = "TREEATTN_TRAP_AFTER_MS=2000"
-CANARY = f"{CHECKED} TREEATTN_CANARY=1 TREEATTN_DELAY=1"
-FENCE = "TREEATTN_CONSUMER_FENCE=1"
-VARIANT_ROWS = (0, 2, 3, 5, 6, 8, 12, 14, 15, 17, 18, 20, 23, 26)
 RANDOM_CASES = 120
-WORKERS = 12
-"""Processes that share the GPU where Triton's compiler, not the GPU, takes the time."""
-
-
-def save(stage: str, result: Any) -> None:
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / f"cuda-first-{stage}.json").write_text(json.dumps(result, indent=1, default=str))
-
-
-def table(stage: str, lines: list[str]) -> None:
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / f"cuda-first-{stage}.txt").write_text("\n".join(lines) + "\n")
 
 
 def build() -> int:
@@ -74,13 +63,35 @@ def build() -> int:
             print(f"  {kind} {find_compiler(kind).version}")
         except BuildError as error:
             print(f"  {kind}: {error}")
-    jobs = [("nvcc", dim, macros) for dim in (128, 64) for macros in ("", CHECKED, CANARY, FENCE)]
+    needed = ("", CHECKED, FENCE, CANARY, NO_FENCE, f"{CHECKED} {FENCE}", f"{CANARY} {FENCE}")
+    jobs = [("nvcc", dim, macros) for dim in (128, 64) for macros in needed]
     jobs += [("nvrtc", dim, "") for dim in (128, 64)]
-    with ThreadPoolExecutor(10) as pool:
+    with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(one, jobs))
     print("\n".join(f"  {words}" for _, words in found))
-    save("build", [words for _, words in found])
+    kernels = kernel_lines()
+    print("\n".join(kernels))
+    save("build", [*(words for _, words in found), *kernels])
     return sum(failed for failed, _ in found)
+
+
+def kernel_lines() -> list[str]:
+    """What the driver says of each kernel: two blocks an SM must fit where the plan deals work to two."""
+    from treeattn.cuda.build import kernels_in
+    from treeattn.cuda.config import Variant
+    from treeattn.cuda.driver import LOCAL_BYTES, NUM_REGISTERS
+    from treeattn.cuda.launch import load
+
+    lines = []
+    for dim in (128, 64):
+        for name, shape in kernels_in(f"attention_sm90_d{dim}.cu").items():
+            function = load(Variant(shape.dtype.lower(), dim, shape.consumers, shape.keys), 0)
+            blocks = function.blocks_per_sm(128 * (shape.consumers + 1))
+            lines.append(
+                f"  {name}: {function.attribute(NUM_REGISTERS)} registers, {function.attribute(LOCAL_BYTES)} bytes of "
+                f"local memory, {blocks} of {shape.blocks} blocks an SM{'' if blocks == shape.blocks else ': WRONG'}"
+            )
+    return lines
 
 
 def named_cases() -> list[tuple[str, dict[str, Any]]]:
@@ -175,15 +186,30 @@ def summary(stage: str, rows: list[dict[str, Any]]) -> int:
     return wrong
 
 
-def smoke() -> int:
-    import torch
+def lost_job(job: tuple[str, str, Any], reason: str) -> dict[str, Any]:
+    return {"name": job[0], "path": job[1], "ok": False, "ratio": math.inf, "message": reason}
 
-    rows: list[dict[str, Any]] = []
-    for name, shape in named_cases()[:8]:
-        rows.append(checked(name, make(128, torch.bfloat16, **shape), "plain"))
-        print(f"  {name}: {rows[-1]['ratio']:.3f} of the budget {rows[-1]['message'][:200]}", flush=True)
-        torch.cuda.synchronize()
+
+def smoke() -> int:
+    jobs = [(name, "plain", (128, "bfloat16", shape)) for name, shape in named_cases()[:8]]
+    jobs += [(f"{name} d64", "plain", (64, "float16", shape)) for name, shape in named_cases()[2:6:3]]
+    rows = run_isolated(run_job, jobs, lost_job, len(jobs))
+    for row in rows:
+        print(f"  {row['name']}: {row['ratio']:.3f} of the budget {row['message'][:200]}", flush=True)
     return summary("smoke", rows)
+
+
+def probe() -> int:
+    import torch
+    from cuda_probe import SHAPES
+    from cuda_probe import probe as run
+
+    found = run_isolated(run, list(SHAPES), lambda name, reason: ([f"  {name}: {reason}"], {}), len(SHAPES), 50)
+    lines = [line for part, _ in found for line in part]
+    print("\n".join(lines), flush=True)
+    save("probe", lines)
+    torch.save({name: kept for name, (_, kept) in zip(SHAPES, found, strict=True)}, OUT / "cuda-first-probe.pt")
+    return 0
 
 
 def cases(stage: str = "cases") -> int:
@@ -193,8 +219,7 @@ def cases(stage: str = "cases") -> int:
         other = ((64, "float16"), (128, "float16"), (64, "bfloat16"))[index % 3]
         jobs.append((f"{name} d{other[0]} {other[1]}", "static" if index % 2 else "plain", (*other, shape)))
     jobs += [(f"seed {seed}", "static" if seed % 3 == 2 else "plain", seed) for seed in range(RANDOM_CASES)]
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        return summary(stage, list(pool.map(run_job, jobs)))
+    return summary(stage, run_isolated(run_job, jobs, lost_job, WORKERS))
 
 
 def canary() -> int:
@@ -206,6 +231,7 @@ def graph() -> int:
     import torch
 
     import treeattn
+    from treeattn.bench.timing import time_host
     from treeattn.testing import random_case
     from treeattn.testing.run import StaticRun
     from treeattn.testing.tolerance import judge
@@ -248,189 +274,75 @@ def graph() -> int:
         differ += not torch.equal(out, first)
     print(f"  200 repetitions, {differ} differ")
     rows.append({"name": "repeat", "path": "graph and eager", "ok": differ == 0, "ratio": float(differ), "message": ""})
+    host = time_host(lambda: treeattn.tree_attention(q, k, v, step, out=out), sync=torch.cuda.synchronize)
+    print(f"  host time of a call: {host.us:.1f} us (20 % below {host.p20:.1f}, 20 % above {host.p80:.1f})")
     return summary("graph", rows)
-
-
-def timed(work: Any, names: list[tuple[str, Callable[[Any], Any]]], rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Times of each provider on a workload, each behind the gate."""
-    import torch
-
-    from treeattn.bench.gate import gate
-    from treeattn.bench.inputs import COLD_BYTES, Inputs
-    from treeattn.bench.timing import time_graph
-
-    inputs = Inputs(work, torch.device("cuda"), COLD_BYTES)
-    found: dict[str, float] = {}
-    for name, provide in names:
-        try:
-            for calls in provide(inputs):
-                error = gate(name, inputs, calls)
-                timing = time_graph(calls.calls)
-                found[name] = min(timing.us, found.get(name, math.inf))
-                row = {"work": work.name(), "provider": name, "page": calls.page_size, **timing._asdict()}
-                rows.append({**row, "rel_err": error, "floor_us": work.floor_us})
-        except Exception as error:
-            print(f"  {name} on {work.name()}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            found.setdefault(name, math.nan)
-    return found
-
-
-def warm_job(job: tuple[Any, str, Any]) -> str | None:
-    """Compile what a workload needs, on the least one that needs the same."""
-    import torch
-    from tune import small
-
-    from treeattn.bench.inputs import Inputs
-    from treeattn.bench.providers import tree_calls
-
-    work, backend, config = job
-    try:
-        tree_calls(Inputs(small(work), torch.device("cuda"), cold_bytes=0), backend, config).calls[0]()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{backend} on {work.name()}: {type(error).__name__}: {str(error)[:200]}"
-    return None
-
-
-def warm(jobs: Iterable[tuple[Any, str, Any]]) -> None:
-    begin = time.perf_counter()
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        for problem in pool.map(warm_job, jobs):
-            if problem:
-                print(f"  {problem}", flush=True)
-    print(f"  compiled ahead in {time.perf_counter() - begin:.0f} s", flush=True)
-
-
-def gqa_rows() -> list[tuple[Any, Any]]:
-    from treeattn.bench.targets import GQA_TARGETS
-    from treeattn.bench.workloads import load_workloads
-
-    return list(zip(load_workloads(["gqa"]), GQA_TARGETS, strict=True))
-
-
-def time_rows() -> int:
-    import torch
-
-    from treeattn.bench.providers import PROVIDERS, unavailable
-    from treeattn.bench.run import environment
-
-    names = [(name, PROVIDERS[name]) for name in ("treeattn_cuda", "treeattn_triton")]
-    reason = unavailable("fa3_causal", torch.device("cuda"))
-    if reason is None:
-        names.append(("fa3_causal", PROVIDERS["fa3_causal"]))
-    else:
-        print(f"  no FlashAttention-3 ({reason}): ratios are to the chain of targets.json")
-    warm((work, name, None) for work, _ in gqa_rows() for name in ("cuda", "triton"))
-    rows: list[dict[str, Any]] = []
-    lines = [f"  {'batch,q,prefix,heads':24} {'R':>5} {'floor':>7} {'must':>7} {'goal':>7} {'chain':>7} {'triton':>7} "
-             f"{'cuda':>7}  cuda/chain"]  # fmt: skip
-    logs: list[tuple[float, float, float]] = []
-    for work, target in gqa_rows():
-        found = timed(work, names, rows)
-        cuda, triton = found["treeattn_cuda"], found["treeattn_triton"]
-        chain = found.get("fa3_causal", target.chain)
-        scale = chain / target.chain
-        shape = f"{work.batch},{work.q_len},{work.prefix},{work.qo_heads}/{work.kv_heads}"
-        mark = "goal" if cuda <= target.goal * scale else "must" if cuda <= target.must * scale else ""
-        numbers = (work.floor_us, target.must * scale, target.goal * scale, chain, triton, cuda)
-        columns = " ".join(f"{number:7.1f}" for number in numbers)
-        lines.append(f"  {shape:24} {work.q_len * work.group:>5} {columns}  {cuda / chain:.2f} {mark}")
-        if math.isfinite(cuda) and math.isfinite(triton):
-            logs.append((math.log(chain / cuda), math.log(chain / triton), math.log(triton / cuda)))
-        save("time", {"env": environment(torch.device("cuda")), "rows": rows})
-        table("time", lines)
-    if logs:
-        mean = [math.exp(sum(column) / len(logs)) for column in zip(*logs, strict=True)]
-        lines.append(
-            f"  geomean over {len(logs)} rows: cuda {mean[0]:.3f}x of the chain's speed, triton {mean[1]:.3f}x; cuda "
-            f"{mean[2]:.3f}x of triton's speed"
-        )
-    table("time", lines)
-    return 27 - len(logs)
-
-
-def variants() -> int:
-    """Other shapes of the kernel, and the fence on the consumer's side, on rows of each kind."""
-    from treeattn.bench.providers import tree_calls
-    from treeattn.config import KernelConfig
-
-    def config(consumers: int, keys: int, share: int = 2) -> KernelConfig:
-        blocks = 2 if consumers == 1 else 1
-        return KernelConfig(64 * consumers, keys, 128, 4 * consumers + 4, 6, blocks, share, "tuning")
-
-    def run(macros: str, made: KernelConfig) -> Callable[[Any], Any]:
-        def provide(inputs: Any) -> Any:
-            os.environ["TREEATTN_CUDA_MACROS"] = macros
-            try:
-                return [tree_calls(inputs, "cuda", made)]
-            finally:
-                os.environ["TREEATTN_CUDA_MACROS"] = ""
-
-        return provide
-
-    kinds = {f"c{c}n{n}": config(c, n) for c, n in ((1, 64), (2, 64), (2, 128), (3, 64))}
-    names = [(name, run("", made)) for name, made in kinds.items()]
-    names += [(f"{name}-fence", run(FENCE, kinds[name])) for name in ("c1n64", "c2n64", "c3n64")]
-    names += [("c2n64-m1", run("", config(2, 64, 1))), ("c3n64-m1", run("", config(3, 64, 1)))]
-    rows: list[dict[str, Any]] = []
-    lines = [f"  {'batch,q,prefix,heads':24} {'floor':>7} " + " ".join(f"{name:>12}" for name, _ in names)]
-    works = [work for index, (work, _) in enumerate(gqa_rows()) if index in VARIANT_ROWS]
-    warm((work, "cuda", made) for work in works for made in kinds.values())
-    for work in works:
-        found = timed(work, names, rows)
-        shape = f"{work.batch},{work.q_len},{work.prefix},{work.qo_heads}/{work.kv_heads}"
-        lines.append(f"  {shape:24} {work.floor_us:7.1f} " + " ".join(f"{found[name]:12.1f}" for name, _ in names))
-        save("variants", rows)
-        table("variants", lines)
-    table("variants", lines)
-    return 0
 
 
 STAGES: dict[str, Callable[[], int]] = {
     "build": build, "smoke": smoke, "cases": cases, "time": time_rows, "variants": variants, "canary": canary,
-    "graph": graph,
+    "graph": graph, "probe": probe,
 }  # fmt: skip
-MEMCHECK = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-MACROS = {"smoke": CHECKED, "cases": CHECKED, "canary": CANARY, "graph": CHECKED}
+ORDER = ("build", "smoke", "cases", "time", "variants", "graph", "canary")
+MEMCHECK = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--print-limit", "5",
+            "--target-processes", "all"]  # fmt: skip
+MACROS = {"smoke": CHECKED, "cases": CHECKED, "canary": CANARY, "graph": CHECKED, "probe": CHECKED}
+
+
+def run_stage(stage: str, left: float, base: str) -> Any:
+    """Exit status of a stage, or why there is none."""
+    begin = time.perf_counter()
+    print(f"== {stage}{f' with {base}' if base else ''}", flush=True)
+    macros = f"{MACROS.get(stage, '')} {base}".strip()
+    environ = {**os.environ, "TREEATTN_CUDA_MACROS": macros, "TREEATTN_FIRST_BASE": base, "PYTHONUNBUFFERED": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    limit = min(LIMITS[stage], left)
+    command = [sys.executable, __file__, "--stage", stage]
+    if stage == "memcheck":
+        environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch's allocator would hide overruns
+        command = [*MEMCHECK, *command[:-1], "smoke"]
+    # a session of its own, so that the processes of a stage that hangs end with it
+    running = subprocess.Popen(command, env=environ, start_new_session=True)
+    status: Any
+    try:
+        status = running.wait(limit)
+    except subprocess.TimeoutExpired:
+        status = f"no end after {limit:.0f} s"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    print(f"== {stage}: exit status {status}, {time.perf_counter() - begin:.0f} s", flush=True)
+    return status
 
 
 def main() -> int:
     if len(sys.argv) == 3 and sys.argv[1] == "--stage":
         return 1 if STAGES[sys.argv[2]]() else 0
     start, failed = time.perf_counter(), []
-    for stage in sys.argv[1:] or list(STAGES):
-        begin = time.perf_counter()
-        left = BUDGET - (begin - start)
-        if left < 40:
-            print(f"== {stage}: no time left")
-            failed.append(stage)
+    (OUT / "cuda-first.json").unlink(missing_ok=True)
+    todo = [(stage, BASE) for stage in sys.argv[1:] or ORDER]
+    while todo:
+        stage, base = todo.pop(0)
+        left = BUDGET - (time.perf_counter() - start)
+        name = f"{stage} with {base}" if base else stage
+        if left < 25:
+            print(f"== {name}: no time left")
+            failed.append(name)
             continue
-        print(f"== {stage}", flush=True)
-        environ = {**os.environ, "TREEATTN_CUDA_MACROS": MACROS.get(stage, ""), "PYTHONUNBUFFERED": "1"}
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        limit = min(LIMITS[stage], left)
-        # a session of its own, so that the pool of a stage that hangs ends with it
-        command = [sys.executable, __file__, "--stage", stage]
-        if stage == "memcheck":
-            environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # torch's allocator would hide overruns
-            command = [*MEMCHECK, *command[:-1], "smoke"]
-        running = subprocess.Popen(command, env=environ, start_new_session=True)
-        try:
-            status: Any = running.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
-            status = f"no end after {limit:.0f} s"
-        print(f"== {stage}: exit status {status}, {time.perf_counter() - begin:.0f} s", flush=True)
-        if status != 0:
-            failed.append(stage)
-        if status != 0 and stage in ("build", "smoke"):
-            print(f"== nothing more without {stage}")
+        if run_stage(stage, left, base) == 0:
+            continue
+        failed.append(name)
+        if stage == "build":
+            print("== nothing more without build")
             break
-    for stage in ("variants", "time"):
-        path = OUT / f"cuda-first-{stage}.txt"
-        if path.is_file() and path.stat().st_mtime > time.time() - BUDGET:
-            print(f"== {stage}\n{path.read_text()}", end="")
+        if stage == "smoke" and not base:
+            todo = [("probe", ""), ("smoke", FENCE), *((later, FENCE) for later, _ in todo)]
+        elif stage == "smoke":
+            # no time for a wrong kernel: what is wrong with it
+            todo = [("probe", FENCE), ("memcheck", ""), ("cases", FENCE)]
+    for stage, found in saved().items():
+        if isinstance(found, dict):
+            print(f"== {stage}", *found["table"], sep="\n")
     print(f"== failed: {', '.join(failed) or 'nothing'}", flush=True)
     return 1 if failed else 0
 
