@@ -44,8 +44,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prefix: int) -> tuple[Tensor, Tensor
 def picture(wrong: Tensor) -> str:
     """Blocks of 8 rows and 8 columns: `.` all right, `x` some wrong, `#` all wrong."""
     lines = []
-    for rows in wrong.split(8):
-        blocks = [block.double().mean().item() for block in rows.split(8, 1)]
+    for rows in torch.split(wrong.double(), 8):
+        blocks = [float(block.mean()) for block in torch.split(rows, 8, 1)]
         lines.append("".join("." if share == 0 else "#" if share == 1 else "x" for share in blocks))
     return " ".join(lines)
 

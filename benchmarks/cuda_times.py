@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 from cuda_common import BASE, FENCE, NO_FENCE, WORKERS, save
 from isolated import run_isolated
@@ -161,12 +162,8 @@ def attention_only(provide: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def alone(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
-            whole = CudaLayerLaunch.__call__
-            CudaLayerLaunch.__call__ = attend  # type: ignore[method-assign]
-            try:
+            with patch.object(CudaLayerLaunch, "__call__", attend):
                 return call()
-            finally:
-                CudaLayerLaunch.__call__ = whole  # type: ignore[method-assign]
 
         return run
 
