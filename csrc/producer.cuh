@@ -20,6 +20,7 @@ struct Producer {
   using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Layout;
   static constexpr int WARP_KEYS = KEYS / 4;
   static_assert(EDGE_KEYS % WARP_KEYS == 0, "a warp's keys are of one edge unit");
+  static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
   static constexpr int ROW_LANES = HEAD_DIM / 8;        // lanes that copy a row, 16 bytes each
   static constexpr int COPY_ROWS = 32 / ROW_LANES;      // rows of one copy of a warp
   static constexpr int COPIES = WARP_KEYS / COPY_ROWS;  // of a warp and half tile
@@ -85,12 +86,14 @@ struct Producer {
 #endif
   }
 
-  // Report what is still on its way: at the end only, since the ring goes on from item to item. No thread ends with copies
-  // on their way, those that arrive by themselves included.
+  // Report what is still on its way, each half tile as it comes: at the end only, since the ring goes on from item to item.
+  template <int PENDING>
   __device__ __forceinline__ void drain() {
-    find_thread();
-    copy_async_wait_all();
-    while (place.pending() > 0) signal();
+    if (place.pending() > PENDING) {
+      copy_async_wait<PENDING>();
+      signal();
+    }
+    if constexpr (PENDING > 0) drain<PENDING - 1>();
   }
 
   static __device__ __forceinline__ u32 index_at(const void* list, u64 index, i32 wide) {
@@ -152,26 +155,32 @@ struct Producer {
     return cached(page, position, at.kv_head);
   }
 
-  // Position in its request of the key that this lane looks after in a full tile, and its page id.
+  // Position in its request of the key that this lane looks after in a full tile.
   __device__ __forceinline__ u32 position_at(const Cursor& at, i32 tile) const {
     return (at.unit + tile) * KEYS + warp * WARP_KEYS + lane % WARP_KEYS;
   }
 
-  __device__ __forceinline__ u32 page_at(const Cursor& at, i32 tile) const {
-    return index_at(p.table, at.first_page + page_of(position_at(at, tile)), p.wide_table);
+  // Page ids of the next PAGE_TILES full tiles: lane r has that of key r % WARP_KEYS of tile r / WARP_KEYS.
+  __device__ __forceinline__ void load_pages(u32& pages, const Cursor& at, i32 tile) const {
+    tile += lane / WARP_KEYS;
+    const u64 index = at.first_page + page_of(position_at(at, tile));
+    reload(pages, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
   }
 
   __device__ __forceinline__ void item(const Cursor& at) {
     find_thread();
-    // page ids are read one tile ahead
-    u32 page = at.full_tiles > 0 ? page_at(at, 0) : 0;
+    // Page ids are read behind the last use of those before, ahead of the copies of that tile. (A second register of them
+    // would have to be moved to the first, which waits for its load, or spills where a producer has 32.)
+    u32 pages = 0;
+    load_pages(pages, at, 0);
 #pragma unroll 1
     for (i32 tile = 0; tile < at.tiles; ++tile) {
       find_thread();
       KeyAddress address;
       if (tile < at.full_tiles) {
+        const u32 page = __shfl_sync(~0u, pages, tile % PAGE_TILES * WARP_KEYS + lane % WARP_KEYS);
         address = cached(page, position_at(at, tile), at.kv_head);
-        if (tile + 1 < at.full_tiles) page = page_at(at, tile + 1);
+        if (tile % PAGE_TILES == PAGE_TILES - 1) load_pages(pages, at, tile + 1);
       } else {
         address = edge(at, at.edge_begin + (tile - at.full_tiles) * (KEYS / EDGE_KEYS));
       }
@@ -196,7 +205,10 @@ struct Producer {
       if (lane == 0) cursor_advance<64 * CONSUMERS>(at, p);
       __syncwarp();
     }
-    drain();
+    find_thread();
+    drain<DEPTH - 1>();
+    // no thread ends with copies on their way, those that arrive by themselves included
+    copy_async_wait_all();
   }
 };
 

@@ -77,6 +77,16 @@ __device__ __forceinline__ void copy_async_16(u32 to, u64 from, u32 bytes) {
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Read a number from global memory in place, if it is there. Written so that it stays in one register: a copy of one to
+// another waits for the load.
+__device__ __forceinline__ void reload(u32& number, const u32* from, bool there) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
+      "@p ld.global.nc.u32 %0, [%1];\n\t}"
+      : "+r"(number)
+      : "l"(from), "r"(static_cast<int>(there)));
+}
+
 // 16 bytes to shared memory.
 __device__ __forceinline__ void store_shared_16(u32 to, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");

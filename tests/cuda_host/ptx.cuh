@@ -252,6 +252,9 @@ inline void copy_async_arrive(u32 barrier) {
   fibers[running].open.clear();
   barrier_arrive(barrier);
 }
+inline void reload(u32& number, const u32* from, bool there) {
+  if (there) number = *from;
+}
 inline void store_shared_16(u32 to, u32 a, u32 b, u32 c, u32 d) {
   const u32 all[4] = {a, b, c, d};
   std::memcpy(shared_bytes + to, all, 16);
