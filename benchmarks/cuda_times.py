@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
-from cuda_common import BASE, FENCE, NO_FENCE, WORKERS, save
+from cuda_common import BASE, FENCE, NO_FENCE, SHALLOW, WORKERS, save
 from isolated import run_isolated
 
 VARIANT_ROWS = (0, 2, 3, 5, 6, 8, 12, 14, 15, 17, 18, 20, 23, 26)
@@ -137,6 +137,7 @@ def variants() -> int:
     # who makes copies visible to wgmma: the producer, the consumer, nobody (which shows what a fence costs)
     names += [(f"{name}-fence", run(FENCE, kinds[name])) for name in ("c1n64", "c2n64", "c3n64")]
     names += [("c2n64-none", run(NO_FENCE, kinds["c2n64"]))]
+    names += [(f"{name[:2]}-shallow", run(SHALLOW, kinds[name])) for name in ("c1n64", "c3n64")]
     names += [("c2n64-m1", run(BASE, config(2, 64, 1))), ("c3n64-m1", run(BASE, config(3, 64, 1)))]
     rows: list[dict[str, Any]] = []
     lines = [f"  {'batch,q,prefix,heads':24} {'floor':>7} " + " ".join(f"{name:>12}" for name, _ in names)]

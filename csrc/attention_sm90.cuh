@@ -12,6 +12,12 @@
 #include "consumer.cuh"
 #include "producer.cuh"
 
+// Half tiles fewer on their way, for tuning: a half tile that is there is reported only once DEPTH more are asked for, and
+// these wait for slots; what the ring has beyond DEPTH is how far behind the consumers may be.
+#ifndef TREEATTN_SHALLOWER
+#define TREEATTN_SHALLOWER 0
+#endif
+
 namespace treeattn {
 
 // Registers of a thread once the roles have split: 64 K a multiprocessor in all.
@@ -54,7 +60,7 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   const int group = __shfl_sync(~0u, warp / 4, 0);
   if (group == CONSUMERS) {
     give_registers<Registers<CONSUMERS>::PRODUCER>();
-    Producer<T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH> producer(p, memory);
+    Producer<T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH - TREEATTN_SHALLOWER> producer(p, memory);
     producer.run(memory.cursors[4 * CONSUMERS + thread_in_group() / 32]);
   } else {
     take_registers<Registers<CONSUMERS>::CONSUMER>();
