@@ -140,7 +140,9 @@ def find_compiler(kind: str | None = None) -> Compiler:
             return Compiler("nvrtc", ".".join(map(str, nvrtc.getVersion())), _run_nvrtc)
         except Exception as error:  # CuPy raises what its loader raises
             problem = f"CuPy finds no NVRTC: {error}"
-    raise BuildError(f"no CUDA compiler: nvcc is neither on PATH nor under CUDA_HOME or /usr/local/cuda, and {problem}")
+    reasons = {"nvcc": "nvcc is neither on PATH nor under CUDA_HOME or /usr/local/cuda", "nvrtc": problem}
+    looked_for = [words for name, words in reasons.items() if kind in (None, name)]
+    raise BuildError(f"no CUDA compiler: {', and '.join(looked_for)}")
 
 
 def cache_key(source: Path, macros: Sequence[str], compiler: Compiler) -> str:
