@@ -16,15 +16,18 @@ TRITON_OLD_DIR := .triton36
 TRITON_OLD_STAMP := $(TRITON_OLD_DIR)/.complete
 
 .DELETE_ON_ERROR:
-.PHONY: help setup model demo test lint bench peers clean
+.PHONY: help setup model demo test test-adapters lint bench results plots peers clean
 
 help:
 	@echo "make demo   decode with a real model and draft trees, and compare with plain greedy decoding"
 	@echo "make test   lint, type checks and every test that needs no GPU"
+	@echo "make test-adapters   the adapters with the real frameworks, each in an environment of its own (ADAPTERS=sglang)"
 	@echo "make lint   ruff and mypy alone"
 	@echo "make bench  the named workloads on the GPU of this machine (BENCH_ARGS=...)"
+	@echo "make results  check and time this machine's GPU for docs/results-wanted.md, into results/"
+	@echo "make plots  draw docs/plots from the committed results"
 	@echo "make peers  bring the FlashAttention-3 and FlashMLA binaries for the benchmark into .peers"
-	@echo "make clean  remove .venv, .triton36 and all caches"
+	@echo "make clean  remove .venv, .venv-adapters, .triton36 and all caches"
 
 setup: $(STAMP)
 model: $(MODEL_STAMP)
@@ -57,15 +60,31 @@ demo: $(STAMP) $(MODEL_STAMP)
 test: $(STAMP) $(MODEL_STAMP) $(TRITON_OLD_STAMP)
 	$(PY) tests/run.py $(TEST_GROUPS)
 
+# Each framework's packages are pinned in its folder and installed in .venv-adapters, apart from .venv and each other.
+test-adapters:
+	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
+
 lint: $(STAMP)
 	$(PY) tests/run.py lint
 
 bench: $(STAMP)
 	$(VENV)/bin/treeattn bench $(BENCH_ARGS)
 
+# Both go on where the other found something wrong: a failure is a result too.
+results: $(STAMP)
+	mkdir -p results
+	status=0; \
+	$(VENV)/bin/treeattn check --device cuda --cases 2000 --json results/check.json || status=$$?; \
+	$(VENV)/bin/treeattn bench gqa ragged pages shapes fp8 mla step $(BENCH_ARGS) --out results/bench.json || status=$$?; \
+	exit $$status
+
+plots: $(STAMP)
+	rm -f docs/plots/*.png
+	$(VENV)/bin/treeattn bench plot benchmarks/results/h200-*.json --out docs/plots --only prefix q_len ratio
+
 peers:
 	bash ../shared/tools/peers.sh .peers
 
 clean:
-	rm -rf $(VENV) $(TRITON_OLD_DIR) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-adapters $(TRITON_OLD_DIR) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find treeattn tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What looks at a device; the rest is about the package, or has its bodies in tests/gpu too.
 ON_GPU = (
     "tests/gpu",
+    "tests/interpreter/test_bench_merge.py",
     "tests/interpreter/test_layout_kernels.py",
     "tests/interpreter/test_plan.py",
     "tests/interpreter/test_verify_kernels.py",
@@ -39,6 +41,10 @@ ON_GPU = (
     "tests/test_validate.py",
     "tests/test_verify.py",
 )
+
+
+INTERRUPT_S = 20
+"""What an interrupted run may take to say what failed."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +68,23 @@ def run_tests(paths: list[str], jobs: int, marks: str, time_limit: float) -> Out
     environment.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "junit.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark"]
         command += [*paths, f"--junit-xml={report}"]
         command += ["-n", str(jobs), "--dist", "worksteal"] if jobs else []
-        command += ["--durations=8", *(["-m", marks] if marks else [])]
+        command += ["--durations=25", *(["-m", marks] if marks else [])]
         with open(Path(scratch, "log"), "w+") as output:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
             try:
-                status = subprocess.run(
-                    command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False,
-                    timeout=time_limit,
-                ).returncode  # fmt: skip
+                status = process.wait(time_limit)
             except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)  # pytest then prints what has failed so far
+                try:
+                    process.wait(INTERRUPT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
                 status = 124
+                output.seek(0, os.SEEK_END)
                 output.write("\nstopped at the time limit")
             output.seek(0)
             log = output.read()
@@ -133,7 +144,9 @@ def main() -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu-tests.json").write_text(json.dumps(result, indent=2) + "\n")
+    path = options.out / "gpu-tests.json"
+    kept = json.loads(path.read_text()).get("check") if path.exists() else None  # benchmarks/gpu_sweep.py's
+    path.write_text(json.dumps(result | ({"check": kept} if kept else {}), indent=2) + "\n")
     if outcome.failed:
         (options.out / "gpu-tests.log").write_text(outcome.log)
     print(outcome.log[-6000:])

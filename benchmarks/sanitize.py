@@ -16,8 +16,25 @@ import torch
 
 import treeattn
 from treeattn import verify
-from treeattn.testing import Placement, build_case, check_case
+from treeattn.testing import Options, Placement, build_case, check_case, random_case
 from treeattn.testing.trees import chain, star
+
+OPTIONS: tuple[tuple[Options, dict[str, Any]], ...] = (
+    (Options(window_left=16, sinks=True), {"group": 8, "head_dim": 64}),
+    (Options(window_left=9, windowed=True, logits_soft_cap=5.0), {"head_dim": 128}),
+    (Options(kv_dtype=torch.float8_e4m3fn, scales="heads"), {"head_dim": 128, "tree_kv": "fresh"}),
+    (Options(kv_dtype=torch.float8_e5m2, scales="tensor"), {"head_dim": 64, "tree_kv": "slots"}),
+    (Options(head_dim_v=512, shared_kv=True), {"head_dim": 576, "num_kv_heads": 1, "group": 8}),
+    (
+        Options(head_dim_v=512, shared_kv=True, kv_dtype=torch.float8_e4m3fn, scales="float"),
+        {"head_dim": 576, "num_kv_heads": 1, "group": 16, "tree_kv": "fresh"},
+    ),
+    (Options(head_dim_v=128), {"head_dim": 192}),
+    (Options(part="prefix"), {"head_dim": 128}),
+    (Options(part="tree"), {"head_dim": 128}),
+    (Options(batch_invariant=True), {"head_dim": 128, "max_prefix": 5000}),
+)
+"""Options as models have them, and the case that each needs."""
 
 TREES = [[-1, 0, 0, 1, 1, 3, 2, 0, 5], star(17), chain(3), []]
 
@@ -49,6 +66,21 @@ def attention() -> int:
                     print(f"WRONG {path}: {verdict.message}\n  {case.describe()}")
     wide = build_case([star(65), chain(129)], [40, 3], heads=(8, 1), dtype=torch.bfloat16, device="cuda")
     return wrong + (not check_case(wide, "triton").ok)
+
+
+def options() -> int:
+    wrong = 0
+    for seed, (chosen, pins) in enumerate(OPTIONS):
+        for page_size in (1, 64):
+            case = random_case(
+                seed, device="cuda", dtype=torch.bfloat16, batch=2, page_size=page_size, options=chosen, **pins
+            )
+            for path in ("plain", "static"):
+                verdict = check_case(case, "triton", path)
+                if not verdict.ok:
+                    wrong += 1
+                    print(f"WRONG {path}: {verdict.message}\n  {case.describe()}")
+    return wrong
 
 
 def layout_and_verify() -> int:
@@ -85,7 +117,7 @@ def main() -> int:
         return 2
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1":
         print("note: without PYTORCH_NO_CUDA_MEMORY_CACHING=1 torch's allocator hides overruns")
-    wrong = attention() + layout_and_verify()
+    wrong = attention() + options() + layout_and_verify()
     torch.cuda.synchronize()
     print("sanitize run: " + ("all right" if not wrong else f"{wrong} wrong"))
     return int(wrong > 0)

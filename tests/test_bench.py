@@ -11,14 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
+from bench_rows import fake_row
 
 from treeattn.bench import providers
-from treeattn.bench.compare import compare_results, load_result
-from treeattn.bench.gate import GateError, gate
+from treeattn.bench.compare import load_result
+from treeattn.bench.gate import gate
 from treeattn.bench.inputs import Inputs
 from treeattn.bench.report import geomean, shape_key, table
 from treeattn.bench.run import run_workloads, save
 from treeattn.bench.targets import GQA_TARGETS, MLA_TARGETS
+from treeattn.bench.timing import Timing, measure_ceilings
 from treeattn.bench.workloads import SETS, Workload, fp8_pays, load_workloads
 from treeattn.config import KernelConfig
 
@@ -161,6 +163,14 @@ def _unwritten(inputs: Inputs) -> list[providers.Calls]:
     return [providers.Calls([lambda: out], "tree", None, 0, out)]
 
 
+def _broken(inputs: Inputs) -> list[providers.Calls]:
+    raise TypeError("run() got an unexpected keyword argument 'mask'")
+
+
+def _empty(inputs: Inputs) -> list[providers.Calls]:
+    return []
+
+
 def _half(inputs: Inputs) -> list[providers.Calls]:
     """The scale of V applied as if it were twice as large, or of a latent row, of which V is a part."""
     (calls,) = providers.PROVIDERS["treeattn_torch"](inputs)
@@ -180,17 +190,55 @@ def _half(inputs: Inputs) -> list[providers.Calls]:
 def test_the_gate_refuses_a_wrong_scale(latent: dict[str, Any]) -> None:
     shape = {"kv_heads": 2, "head_dim": 16, "page_size": 16, "dtype": "float32", "kv_dtype": "float8_e4m3fn"}
     work = [Workload("x", 2, 9, 3, 4, **{**shape, **latent})]
-    with mock.patch.dict(providers.PROVIDERS, {"wrong": _half}), pytest.raises(GateError, match="relative error"):
-        run_workloads(work, ["wrong"], CPU)
+    with mock.patch.dict(providers.PROVIDERS, {"wrong": _half}):
+        (failed,) = run_workloads(work, ["wrong"], CPU)["failed"]
+    assert "relative error" in failed["error"]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [(_off, "relative error"), (_blind, "request"), (_unwritten, r"out\[0, 0, 0\] is nan")]
-)
-def test_the_gate_refuses_a_wrong_provider(wrong: Any, words: str) -> None:
-    work = [Workload("x", 2, 9, 3, 4, 2, 16, dtype="float32", page_size=16)]
-    with mock.patch.dict(providers.PROVIDERS, {"wrong": wrong}), pytest.raises(GateError, match=words):
-        run_workloads(work, ["wrong"], CPU)
+    ("wrong", "words"),
+    [
+        (_off, "relative error"), (_blind, "request"), (_unwritten, "out[0, 0, 0] is nan"),
+        (_broken, "TypeError: run() got an unexpected keyword argument 'mask'"), (_empty, "does not say why"),
+    ],
+)  # fmt: skip
+def test_a_wrong_provider_costs_nobody_else_a_number(wrong: Any, words: str, tmp_path: Path) -> None:
+    small = Workload("x", 2, 9, 3, 4, 2, 16, dtype="float32", page_size=16)
+    work = [small, dataclasses.replace(small, prefix=40)]
+    with mock.patch.dict(providers.PROVIDERS, {"wrong": wrong}):
+        result = run_workloads(work, ["wrong", "treeattn_reference", "sdpa"], CPU)
+    assert [(row["provider"], row["prefix"]) for row in result["failed"]] == [("wrong", 3), ("wrong", 40)]
+    assert all(words in row["error"] and "us" not in row for row in result["failed"])
+    assert [row["provider"] for row in result["rows"]] == ["treeattn_reference", "sdpa"] * 2
+    lines = [line for line in table(result["rows"], result["failed"]).splitlines() if "FAILED" in line]
+    assert len(lines) == 2
+    assert all("wrong" in line and words in line for line in lines)
+    save(result, tmp_path / "r.json")
+    assert load_result(tmp_path / "r.json") == json.loads(json.dumps(result))
+
+
+def test_a_lost_device_is_blamed_on_who_lost_it() -> None:
+    small = Workload("x", 2, 9, 3, 4, 2, 16, dtype="float32", page_size=16)
+    with (
+        mock.patch.dict(providers.PROVIDERS, {"wrong": _broken}),
+        mock.patch("treeattn.bench.run._device_lost", return_value=True),
+    ):
+        result = run_workloads([small], ["sdpa", "wrong", "treeattn_torch"], CPU)
+    assert [row["provider"] for row in result["rows"]] == ["sdpa"]
+    assert [row["provider"] for row in result["failed"]] == ["wrong", "treeattn_torch"]
+    assert "wrong on x b2 q9 p3 4/2 d16 left the device unusable" in result["failed"][1]["error"]
+
+
+def test_what_is_not_for_a_provider_is_said() -> None:
+    small = Workload("x", 2, 9, 3, 4, 2, 16, dtype="float32", page_size=16)
+    work = [small, dataclasses.replace(small, q_lens=(9, 3)), dataclasses.replace(small, kind="step")]
+    result = run_workloads(work, ["sdpa"], CPU)
+    assert [row["kind"] for row in result["rows"]] == ["x"]
+    reasons = [(row["kind"], row["reason"]) for row in result["skipped"]]
+    assert reasons == [
+        ("x", "it takes no requests of different lengths"),
+        ("step", "the cost of a step is measured for treeattn alone"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -292,32 +340,12 @@ def test_step_rows(options: dict[str, Any]) -> None:
     assert kinds == ["step-update", "step-update-host", "step-call-host"]
 
 
-def test_own_workloads(tmp_path: Path) -> None:
-    path = tmp_path / "own.json"
-    path.write_text('[{"batch": 2, "q_len": 9, "prefix": 5, "q_lens": [9, 3]}]')
-    (work,) = load_workloads([], path, dtype="float16")
-    assert (work.kind, work.q_lens, work.total_q, work.dtype) == ("own", (9, 3), 12, "float16")
-    path.write_text('[{"batch": 2, "width": 9}]')
-    with pytest.raises(ValueError, match="entry 0: no field width"):
-        load_workloads([], path)
-    path.write_text('[{"batch": 2, "kv_dtype": "float8_e4m3fn", "shared_kv": true, "q_len": 9, "prefix": 5}]')
-    (work,) = load_workloads([], path)
-    assert (work.cache_dtype, work.shared_kv) == ("float8_e4m3fn", True)
-    for wrong in ('"kv_dtype": "fp8"', '"dtype": "float8_e4m3fn"', '"shared_kv": 1', '"window_left": true'):
-        path.write_text(f'[{{"batch": 2, "q_len": 9, "prefix": 5, {wrong}}}]')
-        with pytest.raises(ValueError, match=r"entry 0: \w+ is"):
-            load_workloads([], path)
-    with pytest.raises(ValueError, match="no workload set 'big'"):
-        load_workloads(["big"])
-
-
-def fake_row(provider: str, us: float, **changes: Any) -> dict[str, Any]:
-    row = {
-        "kind": "gqa", "batch": 1, "q_len": 17, "prefix": 2048, "qo_heads": 32, "kv_heads": 8, "head_dim": 128,
-        "page_size": 64, "kv_layout": "NHD", "kv_dtype": "bfloat16", "provider": provider, "us": us, "p20": us - 0.1,
-        "p80": us + 0.1, "floor_us": 2.0, "rel_err": 1e-3, "bytes": 8560000, "flop": 1,
-    }  # fmt: skip
-    return {**row, **changes}
+def test_ceilings_are_rates() -> None:
+    with mock.patch("treeattn.bench.timing.time_calls", return_value=Timing(1000.0, 900.0, 1100.0)):
+        found = measure_ceilings(CPU, copy_bytes=10**7, size=64)
+    # 2e7 bytes and 2 * 64**3 operations, each in a millisecond
+    assert found == {"copy_tb_s": 0.02, "bf16_tflop_s": 0.0005243}
+    assert measure_ceilings(CPU, copy_bytes=10**6, size=64)["copy_tb_s"] > 0
 
 
 def test_summaries() -> None:
@@ -353,17 +381,6 @@ def test_rows_of_earlier_results_compare_with_rows_of_now() -> None:
     assert shape_key(before) == shape_key({**before, "dtype": "bfloat16"})
     for more in ({"head_dim_v": 64}, {"window_left": 8}, {"shared_kv": True}, {"kv_dtype": "float8_e4m3fn"}):
         assert shape_key(before) != shape_key({**before, "dtype": "bfloat16", **more})
-
-
-def test_comparison() -> None:
-    env = {"gpu": "a", "torch": "1", "triton": "1", "git_rev": "x"}
-    old = {"env": env, "rows": [fake_row("p", 10.0), fake_row("p", 5.0, q_len=9)]}
-    new = {"env": {**env, "git_rev": "y"}, "rows": [fake_row("p", 12.0), fake_row("p", 5.05, q_len=9)]}
-    text, worst = compare_results(old, new)
-    assert "git_rev: x -> y" in text
-    assert "x1.200  slower" in text
-    assert "x1.010  within the spread" in text
-    assert worst == pytest.approx(1.2)
 
 
 def test_tuning_configurations_fit_the_geometry() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -127,20 +128,43 @@ def test_check_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, own = tmp_path / "result.json", tmp_path / "own.json"
-    own.write_text(
-        json.dumps([{"batch": 2, "q_len": 5, "prefix": 20, "qo_heads": 4, "kv_heads": 2, "dtype": "float32"}])
-    )
-    common = ("bench", "--device", "cpu", "--providers", "treeattn_torch", "sdpa", "--quiet")
+    shape = {"q_len": 5, "prefix": 20, "qo_heads": 4, "kv_heads": 2, "dtype": "float32"}
+    own.write_text(json.dumps([{"batch": 2, **shape}, {"q_lens": [5, 2], "prefix": 20, "dtype": "float32"}]))
+    common = ("bench", "--device", "cpu", "--providers", "treeattn_torch", "sdpa", "fa3_cascade", "--quiet")
     assert run(*common, "--file", str(own), "--out", str(path)) == 0
-    assert "GB/s" in capsys.readouterr().out
-    assert {row["provider"] for row in json.loads(path.read_text())["rows"]} == {"treeattn_torch", "sdpa"}
+    text = capsys.readouterr().out
+    assert "GB/s" in text
+    assert "left out: fa3_cascade: FlashAttention-3 needs a Hopper GPU" in text
+    assert "not for sdpa: 1 of 2 workloads: it takes no requests of different lengths" in text
+    result = json.loads(path.read_text())
+    assert [row["provider"] for row in result["rows"]] == ["treeattn_torch", "sdpa", "treeattn_torch"]
     assert run("bench", "compare", str(path), str(path)) == 0
     assert "x1.000" in capsys.readouterr().out
-    assert run("bench", "plot", str(path)) == 0
-    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert run("bench", "plot", str(path), "--out", str(tmp_path / "plots")) == 0
+    assert "not drawn: result-prefix.png: no two rows of a shape differ in prefix" in capsys.readouterr().out
+    assert (tmp_path / "plots/result-rows.png").read_bytes()[:4] == b"\x89PNG"
     assert run("bench", "no-such-set", "--device", "cpu") == 2
     assert run("bench", "--providers", "magic") == 2
+    assert run("bench", "--page-size", "48") == 2
+    assert "page_size must divide 128, got 48" in capsys.readouterr().err
     assert run("bench", "compare", str(path)) == 2
+    assert run("bench", "plot", str(tmp_path / "none.json")) == 2
+
+
+def test_bench_ends_with_1_where_a_provider_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(inputs: object) -> list[object]:
+        raise RuntimeError("no kernel image is available")
+
+    path = tmp_path / "result.json"
+    words = ("bench", "--device", "cpu", "--providers", "wrong", "sdpa", "--quiet", "--out", str(path))
+    with mock.patch.dict("treeattn.bench.providers.PROVIDERS", {"wrong": broken}):
+        assert run(*words, "--page-size", "32") == 1
+    text = capsys.readouterr().out
+    assert "FAILED RuntimeError: no kernel image is available" in text
+    assert "WRONG 3 failed" in text
+    result = json.loads(path.read_text())
+    assert [row["error"] for row in result["failed"]] == ["RuntimeError: no kernel image is available"] * 3
+    assert [row["provider"] for row in result["rows"]] == ["sdpa", "sdpa"]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +176,8 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("info --q-len 0", "0 is too small, must be 1 or more"),
         ("info --arch 5", "5 is too small, must be 80 or more"),
         ("bench --device cuda:x", "'cuda:x' is no device"),
+        ("bench --no-such-option", "unrecognized arguments: --no-such-option"),
+        ("bench plot", "the following arguments are required: RESULT.json"),
     ],
 )
 def test_arguments_that_mean_nothing(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import treeattn
 from treeattn import PagedKV, StaticBuffers, TreeLayout
+from treeattn.graphs import capture
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 BLOCK = 8  # what the drafter drafts, root included
@@ -215,10 +216,7 @@ def test_the_graph_is_right_where_the_old_one_hid_it(device: torch.device) -> No
     buffers.update_(parents=torch.full((3, 17), -1, dtype=torch.int32, device=device),
                     prefix_lens=torch.zeros(3, dtype=torch.int32, device=device),
                     num_nodes=torch.ones(3, dtype=torch.int32, device=device))  # fmt: skip
-    treeattn.tree_attention(q, k, v, group, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        treeattn.tree_attention(q, k, v, group, out=out)
+    graph, _ = capture(lambda: treeattn.tree_attention(q, k, v, group, out=out))
     for batch in (1, 3):
         case = scene(batch, 17, device, seed=batch)
         q[: batch * 17].copy_(case.q)

@@ -145,7 +145,9 @@ def test_compiled_model_equals_eager_and_an_update_does_not_recompile(
         slots = node_slots(group, BATCH * WIDTH)
         expected = model(x, stores, slots, *arguments)
         torch.testing.assert_close(compiled(x, theirs, slots, *arguments), expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(theirs, stores, rtol=1e-4, atol=1e-4)
+        # all rows without a token write to the last slot, in any order
+        for mine, expected in zip(theirs, stores, strict=True):
+            torch.testing.assert_close(mine[:SLOTS], expected[:SLOTS], rtol=1e-4, atol=1e-4)
     assert compilations() == 1
 
 
@@ -208,7 +210,9 @@ def test_compiled_walk_and_move_equal_eager(device: torch.device, generator: tor
     moved = 0
     for tree in TREES:
         write_(buffers, tree)
-        draft, target = torch.randint(0, 2, (2, BATCH * WIDTH), device=device, generator=generator)
+        # the same tokens on every device: some of them are accepted past a sibling, so that rows move
+        tokens = torch.randint(0, 2, (2, BATCH * WIDTH), generator=torch.Generator().manual_seed(0))
+        draft, target = tokens.to(device)
         stores = caches(2, generator)
         theirs = [store.clone() for store in stores]
         before = stores[1].clone()

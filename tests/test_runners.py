@@ -91,5 +91,21 @@ def test_gpu_runner_knows_every_file_that_looks_at_a_device() -> None:
     listed = load("benchmarks/gpu_tests.py").ON_GPU
     for file in sorted(ROOT.glob("tests/**/test_*.py")):
         source, name = file.read_text(), str(file.relative_to(ROOT))
+        if name.startswith("tests/adapters/"):
+            continue  # frameworks have environments and a runner of their own
         if re.search(r"^def test_\w+\([^)]*\bdevice\b|^pytestmark = pytest.mark.gpu", source, re.MULTILINE):
             assert name.startswith(listed), f"{name} is not in ON_GPU of benchmarks/gpu_tests.py"
+
+
+def test_the_sweep_knows_every_option_and_pair_of_the_report() -> None:
+    from treeattn.testing.counts import Counts
+    from treeattn.testing.sweep import draw
+
+    sweep = load("benchmarks/gpu_sweep.py")
+    names, pairs = sweep.legal_names()
+    counts = Counts()
+    counts.add(draw(0))
+    drawn = counts.as_json()
+    assert set(drawn["options"]) <= names
+    assert set(drawn["pairs"]) == pairs
+    assert sweep.rarest({"a": 3}, {"a", "b"}) == ("b", 0)

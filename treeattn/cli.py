@@ -58,23 +58,6 @@ examples:
 A dump is a dict saved with torch.save, with these keys (* = one of a choice, see the text):
 """
 
-BENCH_HELP = """\
-Times are medians (with 20th and 80th percentile) of replays of a CUDA graph over rotating copies of K and V, so that L2
-is cold; no time appears before the same inputs pass a check against float64. floor = max(bytes / 4.28 TB/s, FLOP / 780
-TFLOP/s), the ceilings measured on an H200.
-
-  treeattn bench [SET ...]                        sets: {sets}
-  treeattn bench compare OLD.json NEW.json        what changed by more than its spread
-  treeattn bench plot RESULT.json [PICTURE.png]   needs matplotlib: pip install 'treeattn[bench]'
-
-examples:
-  treeattn bench gqa --out h200.json              with every provider that works here
-  treeattn bench small --device cpu --providers treeattn_torch sdpa
-  treeattn bench gqa --page-size 1 --providers treeattn_triton
-  treeattn bench --file mine.json                 your own: [{{"batch": 4, "q_len": 33, "prefix": 9000}}, ...]
-  treeattn bench compare old.json new.json --worse-than 1.05     exit status 1 if a row got 5 % slower
-"""
-
 
 def _say(text: str) -> None:
     print(text, flush=True)
@@ -84,7 +67,7 @@ def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _at_least(low: int) -> Callable[[str], int]:
+def at_least(low: int) -> Callable[[str], int]:
     """An argument type: an int that is `low` or more."""
 
     def number(text: str) -> int:
@@ -96,7 +79,7 @@ def _at_least(low: int) -> Callable[[str], int]:
     return number
 
 
-def _device(text: str) -> str:
+def device_name(text: str) -> str:
     """An argument type: a device that this command can use."""
     kind, _, index = text.partition(":")
     if kind not in ("cpu", "cuda") or (":" in text and not index.isdigit()):
@@ -105,11 +88,33 @@ def _device(text: str) -> str:
 
 
 def _info(args: argparse.Namespace) -> int:
+    if args.sglang:
+        return _info_sglang()
+    if args.vllm:
+        return _info_vllm()
     from . import info
 
     found = info.gather(tuple(args.geometry or info.DEFAULT_GEOMETRIES), args.q_len, args.dtype, args.arch)
     _say(json.dumps(found, indent=1) if args.json else info.render(found))
     return OK
+
+
+def _info_sglang() -> int:
+    from .adapters.sglang import plugin
+
+    text, fits = plugin.report()
+    _say(text)
+    return OK if fits else WRONG
+
+
+def _info_vllm() -> int:
+    from .adapters.vllm import hooks
+
+    if hooks.installed_version() is None:
+        raise ValueError("vLLM is not installed in this environment")
+    found = hooks.look_up_all()
+    _say(hooks.render(found))
+    return OK if all(one.matches for one in found) else WRONG
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -204,68 +209,10 @@ def _demo(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return int(run.main(list(rest)))
 
 
-def _bench(args: argparse.Namespace) -> int:
-    words = args.words
-    if words and words[0] == "compare":
-        return _bench_compare(words[1:], args.worse_than)
-    if words and words[0] == "plot":
-        return _bench_plot(words[1:])
-    import torch
+def _bench(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    from .bench import command
 
-    from .bench.gate import GateError
-    from .bench.providers import PROVIDERS
-    from .bench.report import table
-    from .bench.run import run_workloads, save
-    from .bench.workloads import load_workloads
-
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch sees no CUDA device; --device cpu runs the set 'small' to show how it works")
-    on_gpu = device.type == "cuda"
-    sets = words or ([] if args.file else ["gqa" if on_gpu else "small"])
-    usual = ["treeattn_triton", "fa3_causal", "flashmla_causal"] if on_gpu else ["treeattn_torch", "sdpa"]
-    providers = args.providers or usual
-    if unknown := [name for name in providers if name not in PROVIDERS]:
-        raise ValueError(f"no provider {', '.join(unknown)}; there are {', '.join(PROVIDERS)}")
-    work = load_workloads(sets, args.file, page_size=args.page_size, dtype=args.dtype, kv_layout=args.kv_layout)
-    try:
-        result = run_workloads(work, providers, device, progress=None if args.quiet else _progress)
-    except GateError as error:
-        _say(f"WRONG {error}")
-        return WRONG
-    for name, reason in result["left_out"].items():
-        _say(f"left out: {name}: {reason}")
-    env = result["env"]
-    _say(", ".join(f"{key} {env[key]}" for key in ("gpu", "driver", "torch", "triton", "git_rev", "date")))
-    _say(table(result["rows"]))
-    if args.out:
-        save(result, args.out)
-        _say(f"written: {args.out}")
-    return OK if result["rows"] else USAGE
-
-
-def _bench_compare(files: Sequence[str], worse_than: float | None) -> int:
-    from .bench.compare import compare_results, load_result
-
-    if len(files) != 2:
-        raise ValueError(f"bench compare takes two files, got {len(files)}")
-    text, worst = compare_results(load_result(files[0]), load_result(files[1]))
-    _say(text)
-    if worse_than is not None and worst > worse_than:
-        _say(f"WRONG the worst row is x{worst:.3f}, more than x{worse_than}")
-        return WRONG
-    return OK
-
-
-def _bench_plot(files: Sequence[str]) -> int:
-    from .bench.compare import load_result
-    from .bench.plots import plot_result
-
-    if len(files) not in (1, 2):
-        raise ValueError(f"bench plot takes a result and perhaps a picture's name, got {len(files)} names")
-    picture = files[1] if len(files) == 2 else str(Path(files[0]).with_suffix(".png"))
-    _say(f"written: {plot_result(load_result(files[0]), picture)}")
-    return OK
+    return command.main(list(rest))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -286,7 +233,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
     _add_check(commands, raw)
-    _add_bench(commands, raw)
+    bench = commands.add_parser(
+        "bench", help="time named workloads against their floor and other projects' kernels", add_help=False
+    )
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -308,12 +258,16 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw
         metavar="QO/KV/DIM",
         help="heads and head dim, e.g. 32/8/128; repeatable",
     )
-    info.add_argument("--q-len", type=_at_least(1), default=17, help="declared max_q_len (default 17)")
+    info.add_argument("--q-len", type=at_least(1), default=17, help="declared max_q_len (default 17)")
     info.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     info.add_argument(
-        "--arch", type=_at_least(80), metavar="CC", help="describe another chip: compute capability times ten, e.g. 90"
+        "--arch", type=at_least(80), metavar="CC", help="describe another chip: compute capability times ten, e.g. 90"
     )
     info.add_argument("--json", action="store_true", help="print JSON")
+    for name, framework in (("--sglang", "SGLang"), ("--vllm", "vLLM")):
+        info.add_argument(
+            name, action="store_true", help=f"instead: if the adapter fits the {framework} here (exit status 1 if not)"
+        )
     info.set_defaults(run=_info)
 
 
@@ -327,11 +281,11 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
         description=CHECK_HELP + keys,
         formatter_class=raw,
     )
-    check.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
+    check.add_argument("--device", type=device_name, default="cpu", help="cpu (default) or cuda")
     check.add_argument(
         "--backend", action="append", help="reference, torch or triton; repeatable; default: all that work"
     )
-    check.add_argument("--cases", type=_at_least(0), default=100, help="random cases per backend (default 100)")
+    check.add_argument("--cases", type=at_least(0), default=100, help="random cases per backend (default 100)")
     check.add_argument("--seed", type=int, default=0, help="seed of the first random case; the next has seed + 1")
     check.add_argument("--case", metavar="SEED|NAME", help="only this case")
     check.add_argument(
@@ -345,10 +299,10 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
     )
     check.add_argument("--fail-fast", action="store_true", help="stop at the first wrong run")
     check.add_argument(
-        "--show", type=_at_least(0), default=10, metavar="N", help="print at most N wrong runs (default 10)"
+        "--show", type=at_least(0), default=10, metavar="N", help="print at most N wrong runs (default 10)"
     )
     check.add_argument(
-        "--jobs", type=_at_least(1), metavar="N", help="processes; default: the cores up to 14 on a GPU, 1 on a CPU"
+        "--jobs", type=at_least(1), metavar="N", help="processes; default: the cores up to 14 on a GPU, 1 on a CPU"
     )
     check.add_argument(
         "--pairs",
@@ -361,30 +315,6 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser], ra
     check.set_defaults(run=_check)
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser], raw: Formatter) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="time named workloads against their floor, FlashAttention-3 and FlashMLA",
-        description=BENCH_HELP.format(sets="gqa, mla, fp8, kimi, ragged, pages, shapes, step, small"),
-        formatter_class=raw,
-    )
-    bench.add_argument(
-        "words", nargs="*", metavar="SET", help="workload sets, or compare OLD NEW, or plot RESULT [PICTURE]"
-    )
-    bench.add_argument("--providers", nargs="+", metavar="NAME",
-                       help="treeattn_triton, treeattn_torch, treeattn_reference, sdpa, fa3_causal, "
-                            "flashmla_causal")  # fmt: skip
-    bench.add_argument("--device", type=_device, help="cuda where there is one, else cpu")
-    bench.add_argument("--file", metavar="JSON", help="your own workloads")
-    bench.add_argument("--page-size", type=_at_least(1), help="for all workloads, instead of each set's own")
-    bench.add_argument("--kv-layout", choices=("NHD", "HND"))
-    bench.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
-    bench.add_argument("--out", metavar="JSON", help="write the result")
-    bench.add_argument("--worse-than", type=float, metavar="RATIO", help="compare: exit status 1 above this ratio")
-    bench.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    bench.set_defaults(run=_bench)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (argparse exits by itself on a usage error, with 2)."""
     parser = _parser()
@@ -392,11 +322,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return USAGE
-    if rest and args.command != "demo":
+    own_words = args.command in ("demo", "bench")
+    if rest and not own_words:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     run: Callable[..., int] = args.run
     try:
-        return run(args, rest) if args.command == "demo" else run(args)
+        return run(args, rest) if own_words else run(args)
     except (ValueError, NotImplementedError, OSError) as error:
         print(f"treeattn {args.command}: {error}", file=sys.stderr)
         return USAGE

@@ -138,22 +138,16 @@ class TreeLayout:
             if value < 0:
                 raise ValueError(f"{name} is {value}, must be 0 or more")
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            qo_indptr=zeros(max_batch + 1),
-            prefix_lens=zeros(max_batch),
-            num_nodes=zeros(max_batch),
-            mask_indptr=zeros(max_batch + 1, dtype=torch.int64),
-            mask_words=zeros(total_q, num_words(max_q_len), dtype=torch.int64),
-            parents=zeros(total_q).fill_(-1),
-            depths=zeros(total_q),
-            positions=zeros(total_q, dtype=torch.int64),
-            row_request=zeros(total_q).fill_(-1),
-            status=zeros(4),
-            max_q_len=max_q_len,
-        )
+        status = torch.zeros(4, dtype=torch.int32, device=device)
+        layout = empty_layout(max_batch, max_q_len, total_q, device, status)
+        for tensor in (
+            layout.qo_indptr, layout.prefix_lens, layout.num_nodes, layout.mask_indptr, layout.mask_words,
+            layout.depths, layout.positions,
+        ):  # fmt: skip
+            tensor.zero_()
+        layout.parents.fill_(-1)
+        layout.row_request.fill_(-1)
+        return layout
 
     @classmethod
     def from_parents(
@@ -340,6 +334,29 @@ class TreeLayout:
         if found[0]:
             self.status.zero_()
         raise_status(found)
+
+
+def empty_layout(
+    max_batch: int, max_q_len: int, total_q: int, device: torch.device | str | None, status: Tensor
+) -> TreeLayout:
+    """Memory for a layout that is written whole before it is read: uninitialised, but for `status`."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return TreeLayout(
+        qo_indptr=empty(max_batch + 1),
+        prefix_lens=empty(max_batch),
+        num_nodes=empty(max_batch),
+        mask_indptr=empty(max_batch + 1, dtype=torch.int64),
+        mask_words=empty(total_q, num_words(max_q_len), dtype=torch.int64),
+        parents=empty(total_q),
+        depths=empty(total_q),
+        positions=empty(total_q, dtype=torch.int64),
+        row_request=empty(total_q),
+        status=status,
+        max_q_len=max_q_len,
+    )
 
 
 def num_words(max_q_len: int) -> int:

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from treeattn.bench.inputs import Inputs
-from treeattn.bench.providers import PROVIDERS, Calls, unavailable
+from treeattn.bench.providers import PROVIDERS, Calls, unavailable, usual_providers
 from treeattn.bench.run import environment, run_workloads
-from treeattn.bench.timing import time_graph
+from treeattn.bench.timing import measure_ceilings, time_graph
 from treeattn.bench.workloads import Workload
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 BASE = Workload("gpu", 2, 17, 300, 8, 2)
 MLA = dataclasses.replace(BASE, kv_heads=1, head_dim=576, head_dim_v=512, shared_kv=True)
-PROVIDERS_HERE = ("treeattn_triton", "sdpa", "fa3_causal", "flashmla_causal")
+PROVIDERS_HERE = (*usual_providers(CUDA), "flex_attention", "vllm_qq_bias")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ PROVIDERS_HERE = ("treeattn_triton", "sdpa", "fa3_causal", "flashmla_causal")
         dataclasses.replace(BASE, kv_layout="HND", page_size=16),
         dataclasses.replace(BASE, prefixes=(31, 700), q_lens=(17, 4)),
         dataclasses.replace(BASE, nodes=9),
+        dataclasses.replace(BASE, batch=1),
         dataclasses.replace(BASE, head_dim=64, dtype="float16"),
         MLA,
         dataclasses.replace(BASE, kv_dtype="float8_e4m3fn"),
@@ -37,6 +38,7 @@ PROVIDERS_HERE = ("treeattn_triton", "sdpa", "fa3_causal", "flashmla_causal")
 def test_every_provider_passes_the_gate(work: Workload) -> None:
     here = [name for name in PROVIDERS_HERE if unavailable(name, CUDA, [work]) is None]
     result = run_workloads([work], here, CUDA, cold_bytes=4e6)
+    assert result["failed"] == []
     assert "treeattn_triton" in {row["provider"] for row in result["rows"]}
     for row in result["rows"]:
         assert 0.5 < row["p20"] <= row["us"] <= row["p80"] < 1e5
@@ -62,6 +64,12 @@ def test_graph_time_is_device_time() -> None:
     copy = torch.empty_like(block)
     timing = time_graph([lambda: copy.copy_(block)])
     assert 100 < timing.us < 2000
+
+
+def test_ceilings() -> None:
+    found = measure_ceilings(CUDA)
+    assert 0.2 < found["copy_tb_s"] < 20
+    assert 20 < found["bf16_tflop_s"] < 5000
 
 
 def test_environment() -> None:

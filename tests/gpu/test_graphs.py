@@ -14,6 +14,7 @@ import torch
 from settings_of_tests import same_bits
 
 from treeattn.buffers import tensors_of
+from treeattn.graphs import capture
 from treeattn.testing import Case, Guarded, Options, StaticRun, judge, random_case, run_plain
 from treeattn.testing.run import call_of
 
@@ -53,12 +54,7 @@ class Looped:
             "prefix_lens": torch.zeros(MAX_BATCH, dtype=torch.int32, device="cuda"),
             "num_nodes": torch.zeros(MAX_BATCH, dtype=torch.int32, device="cuda"),
         }
-        self.graph = torch.cuda.CUDAGraph() if captured else None
-        if self.graph is not None:
-            self.step()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(self.graph):
-                self.step()
+        self.graph = capture(self.step)[0] if captured else None
 
     def step(self) -> None:
         import treeattn

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treeattn.graphs import capture
 from treeattn.kernels.verify import _pointer_tables
 from treeattn.kv import PagedKV
 from treeattn.layout import TreeLayout, write_layout_
@@ -199,10 +200,7 @@ def test_one_capture_serves_other_trees(device: torch.device) -> None:
         global_rows(layout, out.rows, out.lens, out=flat)
         compact_kv_(cache, kv, layout, out.rows, out.lens)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     parents.copy_(torch.tensor([[-1, 0, 0, 2]]))
     draft.copy_(torch.tensor([0, 1, 2, 3]))
     target.copy_(torch.tensor([2, 9, 3, 4]))

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from .calls import Calls
 from .inputs import Inputs, Paged
-from .providers import Calls
 
 __all__ = ["LIMITS", "GateError", "gate"]
 

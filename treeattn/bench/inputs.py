@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .workloads import Workload
+from .workloads import LARGEST_PAGE, Workload
 
 __all__ = ["Inputs", "Paged"]
 
-LARGEST_PAGE = 128
 COLD_BYTES = 256e6
 MOST_BYTES = 48e9
 """Of all copies: with a window a call reads so little of a copy that cold ones would not fit."""
@@ -33,6 +32,10 @@ class Paged:
     table: Tensor
     page_size: int
     kv_layout: str
+
+    def slots(self, request: int, positions: Tensor) -> Tensor:
+        """int64 token slots (page times page size plus offset) of some positions of a request."""
+        return self.table[request, positions // self.page_size].long() * self.page_size + positions % self.page_size
 
 
 class Inputs:

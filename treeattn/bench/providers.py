@@ -2,14 +2,13 @@
 
 A provider makes everything that a serving step makes once (layout, plan, scheduler metadata) before the calls; a call
 is what a layer does. `fa3_causal` and `flashmla_causal` take no tree: they are what a causal chain of the same size
-costs.
+costs. Peers that take one are in :mod:`treeattn.bench.peers`.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,88 +16,16 @@ import torch.nn.attention
 from torch import Tensor
 
 from ..config import KernelConfig
+from .calls import Calls, empty_out, group_args, kv_of, layer_call
 from .inputs import Inputs, Paged
+from .peers import PEERS
+from .peers.common import import_problem
 from .workloads import Workload
 
-__all__ = ["CHAINS", "PROVIDERS", "Calls", "tree_calls", "unavailable", "unsuited"]
+__all__ = ["CHAINS", "PROVIDERS", "Calls", "tree_calls", "unavailable", "unsuited", "usual_providers"]
 
 CHAINS = ("fa3_causal", "flashmla_causal")
 """Providers that compute a causal chain of the same size, of GQA and of MLA."""
-
-
-@dataclass(frozen=True)
-class Calls:
-    """What a provider offers for a workload.
-
-    Attributes
-    ----------
-    calls : list of callable
-        One per copy of K and V; each returns its out `[total_q, heads, head_dim_v]`.
-    mask : {"tree", "causal"}
-        What the gate has to compare with.
-    paged : Paged or None
-        Addresses that the calls use; None where K and V lie densely, request after request.
-    page_size : int
-        0 where there are no pages.
-    out : Tensor or None
-        The caller's out, if the provider writes into one.
-    """
-
-    calls: list[Callable[[], Tensor]]
-    mask: str
-    paged: Paged | None
-    page_size: int
-    out: Tensor | None = None
-
-
-def kv_of(paged: Paged, lengths: list[int]) -> Any:
-    """The `PagedKV` of a paged input: CSR for page size 1, else a block table."""
-    import treeattn
-
-    if paged.page_size > 1:
-        return treeattn.PagedKV(block_table=paged.table, page_size=paged.page_size)
-    indptr = [0]
-    for length in lengths:
-        indptr.append(indptr[-1] + length)
-    indices = torch.cat([paged.table[request, :length] for request, length in enumerate(lengths)])
-    starts = torch.tensor(indptr, dtype=torch.int32, device=paged.table.device)
-    return treeattn.PagedKV(kv_indptr=starts, kv_indices=indices, page_size=1)
-
-
-def group_args(inputs: Inputs) -> dict[str, Any]:
-    """Geometry of a workload for `plan` and `add_group`."""
-    work = inputs.workload
-    return {
-        "num_qo_heads": work.qo_heads,
-        "num_kv_heads": work.kv_heads,
-        "head_dim": work.head_dim,
-        "head_dim_v": work.dim_v,
-        "dtype": inputs.dtype,
-        "kv_dtype": inputs.kv_dtype,
-        "kv_layout": work.kv_layout,
-        "shared_kv": work.shared_kv,
-        "window_left": work.window_left,
-    }
-
-
-def empty_out(inputs: Inputs) -> Tensor:
-    """An out for `tree_attention`, `[total_q, heads, head_dim_v]`."""
-    return inputs.q.new_empty(inputs.workload.total_q, inputs.workload.qo_heads, inputs.workload.dim_v)
-
-
-def layer_call(inputs: Inputs, step: Any, k: Tensor, v: Tensor, out: Tensor) -> Callable[[], Tensor]:
-    """What a layer does with a step: `tree_attention` with the options of the workload."""
-    import treeattn
-
-    work = inputs.workload
-    options: dict[str, Any] = {}
-    if work.fp8:
-        options["k_scale"] = inputs.k_scale
-    if work.shared_kv:
-        return lambda: treeattn.tree_attention(inputs.q, k, None, step, out=out, sm_scale=inputs.sm_scale, **options)
-    if work.fp8:
-        options["v_scale"] = inputs.v_scale
-    return lambda: treeattn.tree_attention(inputs.q, k, v, step, out=out, **options)
 
 
 def tree_calls(inputs: Inputs, backend: str, config: KernelConfig | None = None) -> Calls:
@@ -132,8 +59,7 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
     for request in range(work.batch):
         mask[request, 0] = inputs.visible(request)
     mask = mask.view(work.batch, 1, group * q_len, length)
-    # the query heads of a KV head as rows; what torch 2.11 picks by itself for a mask on Hopper was wrong either way
-    backends = [torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH]
+    # the query heads of a KV head as rows
     by_head = (work.batch, q_len, work.kv_heads, group, work.head_dim)
     q = inputs.q.view(by_head).permute(0, 2, 3, 1, 4).reshape(work.batch, work.kv_heads, group * q_len, work.head_dim)
 
@@ -142,8 +68,7 @@ def _sdpa(inputs: Inputs) -> list[Calls]:
 
     def call(k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         def attend() -> Tensor:
-            with torch.nn.attention.sdpa_kernel(backends):
-                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             rows = out.view(work.batch, work.kv_heads, group, q_len, work.dim_v)
             return rows.permute(0, 3, 1, 2, 4).reshape(work.total_q, work.qo_heads, work.dim_v)
 
@@ -221,12 +146,17 @@ PROVIDERS: dict[str, Callable[[Inputs], list[Calls]]] = {
     "sdpa": _sdpa,
     "fa3_causal": _fa3_causal,
     "flashmla_causal": _flashmla_causal,
+    **{name: peer.variants for name, peer in PEERS.items()},
 }
 """Name to a function from inputs to variants (the best of which counts); no variant: the workload is not for it."""
 
 
 def unsuited(provider: str, work: Workload) -> str | None:
     """Why a workload is not for a provider, or None."""
+    if work.kind == "step" and not provider.startswith("treeattn_"):
+        return "the cost of a step is measured for treeattn alone"
+    if provider in PEERS:
+        return PEERS[provider].unsuited(work)
     if provider not in ("sdpa", *CHAINS):
         return None
     if work.fp8:
@@ -234,6 +164,8 @@ def unsuited(provider: str, work: Workload) -> str | None:
     if provider == "sdpa":
         if work.shared_kv:
             return "it takes no latent rows (MLA)"
+        if work.nodes is not None:
+            return "what it gives for rows that see nothing depends on the kernel it takes"
         uniform = work.q_lens is None and work.prefixes is None
         return None if uniform else "it takes no requests of different lengths"
     if work.nodes is not None:
@@ -258,22 +190,31 @@ def unavailable(provider: str, device: torch.device, workloads: Sequence[Workloa
         import treeattn
 
         return treeattn.available_backends(device).get(provider.removeprefix("treeattn_"), "no such backend")
+    peer = PEERS.get(provider)
     if provider in CHAINS and device.type != "cuda":
         return f"{'FlashAttention-3' if provider == 'fa3_causal' else 'FlashMLA'} needs a Hopper GPU"
+    if peer is not None and peer.needs_gpu and device.type != "cuda":
+        return peer.needs_gpu
     reasons = [unsuited(provider, work) for work in workloads]
     if reasons and all(reasons):
         return reasons[0]
     if provider in CHAINS:
-        return _import_problem("flash_attn_interface" if provider == "fa3_causal" else "flash_mla")
-    return None
+        return _chain_problem("flash_attn_interface" if provider == "fa3_causal" else "flash_mla")
+    return None if peer is None else peer.missing()
 
 
-def _import_problem(module: str) -> str | None:
-    """Why a peer's module cannot be used, or None."""
-    try:
-        found = importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"{module} does not import (peers.sh brings it, PYTHONPATH must hold it): {error}"
-    if module == "flash_mla" and not getattr(found, "has_legacy", bool)():
+def _chain_problem(module: str) -> str | None:
+    """Why the module of a causal chain cannot be used, or None."""
+    if (problem := import_problem(module)) is not None:
+        return f"{problem} (`make peers` brings it, PYTHONPATH must hold it)"
+    if module == "flash_mla" and not getattr(importlib.import_module(module), "has_legacy", bool)():
         return "this flash_mla has no legacy kernels, and so no dense decoding for sm_90"
     return None
+
+
+def usual_providers(device: torch.device) -> list[str]:
+    """Who runs where no provider is named: all that may be worth a row on a GPU, two quick ones on a CPU."""
+    if device.type != "cuda":
+        return ["treeattn_torch", "sdpa"]
+    wanted = [name for name, peer in PEERS.items() if not peer.on_request]
+    return ["treeattn_triton", "treeattn_cuda", *CHAINS, *wanted, "sdpa"]

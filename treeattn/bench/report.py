@@ -1,4 +1,4 @@
-"""Tables from rows: one line a shape and provider, geomeans, and the targets where a row has one."""
+"""Tables from rows: one line a shape and provider, what failed, geomeans, and the targets where a row has one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .peers import PEERS
 from .providers import CHAINS
 from .targets import GQA_TARGETS, MLA_TARGETS, Target
-from .workloads import fp8_pays, options_text
+from .workloads import PAGES, fp8_pays, options_text
 
-__all__ = ["geomean", "shape_key", "table"]
+__all__ = ["geomean", "page_asked", "shape_key", "shape_text", "table"]
 
 Row = dict[str, Any]
 
@@ -33,6 +34,22 @@ def shape_key(row: Row) -> tuple[Any, ...]:
     return (*(row.get(field) for field in fields), dtype, *dims, *lengths)
 
 
+def page_asked(row: Row) -> tuple[int, str]:
+    """Page size and order of a row's workload, whatever page the provider took.
+
+    Results of earlier revisions have the provider's page alone; what treeattn took is the workload's.
+    """
+    own: int = row["page_size"] if row["provider"].startswith("treeattn") else 64
+    page: int = row.get("page_size_asked", own)
+    layout: str = row.get("kv_layout", "NHD")
+    return page, layout
+
+
+def shape_text(row: Row) -> str:
+    """Shape and options of a row in a few characters."""
+    return f"{row['batch']}, {row['q_len']}, {row['prefix']}, {row['qo_heads']}/{row['kv_heads']}{options_text(row)}"
+
+
 def target_of(row: Row) -> Target | None:
     """The row of targets.json that a measured row belongs to."""
     targets, dim = {"gqa": (GQA_TARGETS, 128), "mla": (MLA_TARGETS, 576)}.get(row["kind"], ((), 0))
@@ -42,44 +59,51 @@ def target_of(row: Row) -> Target | None:
     return next((target for target in targets if target[:5] == shape), None)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as text, with geomeans below."""
+def table(rows: Sequence[Row], failed: Sequence[Row] = ()) -> str:
+    """The rows as text, then those that failed, with geomeans below."""
     chains = {shape_key(row): row for row in rows if row["provider"] in CHAINS}
     lines = [
-        f"{'kind':10} {'shape (batch, q_len, prefix, heads)':38} {'page':>5} {'provider':18} {'us':>9} {'p20':>9} "
+        f"{'kind':14} {'shape (batch, q_len, prefix, heads)':38} {'page':>5} {'provider':22} {'us':>9} {'p20':>9} "
         f"{'p80':>9} {'floor':>8} {'share':>6} {'GB/s':>6} {'TFLOP/s':>7} {'/chain':>6} {'must':>6} {'goal':>6} "
         f"{'rel_err':>8}"
     ]
     for row in rows:
         us, floor = row["us"], row["floor_us"]
         chain, target = chains.get(shape_key(row)), target_of(row)
-        shape = f"{row['batch']}, {row['q_len']}, {row['prefix']}, {row['qo_heads']}/{row['kv_heads']}"
         page = f"{row['page_size'] or '-'}{'h' if row.get('kv_layout') == 'HND' else ''}"
         ours = target if row["provider"].startswith("treeattn") else None
         lines.append(
-            f"{row['kind'][:10]:10} {shape + options_text(row):38} {page:>5} {row['provider']:18} {us:9.2f} "
+            f"{row['kind'][:14]:14} {shape_text(row):38} {page:>5} {row['provider']:22} {us:9.2f} "
             f"{row['p20']:9.2f} {row['p80']:9.2f} {floor:8.2f} {f'{floor / us:.0%}':>6} "
             f"{row.get('bytes', 0) / us / 1e3:6.0f} {row.get('flop', 0) / us / 1e6:7.1f} "
             f"{'-' if chain is None else format(us / chain['us'], '.2f'):>6} "
             f"{ours.must if ours else '-':>6} {ours.goal if ours else '-':>6} "
             f"{row['rel_err'] if row['rel_err'] is None else format(row['rel_err'], '.1e'):>8}"
         )
+    for row in failed:
+        lines.append(f"{row['kind'][:14]:14} {shape_text(row):38} {'':5} {row['provider']:22} FAILED {row['error']}")
     return "\n".join([*lines, *_summaries(rows, chains)])
 
 
 def _summaries(rows: Sequence[Row], chains: dict[tuple[Any, ...], Row]) -> list[str]:
     lines = []
+    peers: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if row["provider"] in PEERS and row["us"] < peers.get(shape_key(row), {"us": math.inf})["us"]:
+            peers[shape_key(row)] = row
     for kind in dict.fromkeys(row["kind"] for row in rows):
         for provider in dict.fromkeys(row["provider"] for row in rows if row["kind"] == kind):
             mine = [row for row in rows if row["kind"] == kind and row["provider"] == provider]
             if provider not in CHAINS:
-                lines += _against_peers(f"{kind} {provider}", mine, chains)
+                lines += _against_peers(f"{kind} {provider}", mine, chains, peers)
             lines += _fp8(f"{kind} {provider}", mine)
             lines += _layers(f"{kind} {provider}", mine)
-    return lines
+    return lines + _pages(rows) + _pairs(rows)
 
 
-def _against_peers(name: str, mine: Sequence[Row], chains: dict[tuple[Any, ...], Row]) -> list[str]:
+def _against_peers(
+    name: str, mine: Sequence[Row], chains: dict[tuple[Any, ...], Row], peers: dict[tuple[Any, ...], Row]
+) -> list[str]:
     """Geomeans of a provider's rows of a kind against each chain, and against the best tree peers."""
     lines = []
     pairs = [(row, chains[shape_key(row)]) for row in mine if shape_key(row) in chains]
@@ -89,6 +113,7 @@ def _against_peers(name: str, mine: Sequence[Row], chains: dict[tuple[Any, ...],
             lines.append(
                 f"{name}: {geomean(ratios):.3f} x {peer} in geomean over {len(ratios)} rows, worst {max(ratios):.2f}"
             )
+    lines += _against_trees(name, mine, peers)
     scaled = [(row["us"] / (t.tree * chain["us"] / t.chain), t) for row, chain in pairs if (t := target_of(row))]
     if scaled and mine[0]["provider"].startswith("treeattn"):
         worst = max(scaled, key=lambda pair: pair[0])
@@ -97,6 +122,57 @@ def _against_peers(name: str, mine: Sequence[Row], chains: dict[tuple[Any, ...],
             f"(its time scaled by this run's chain), worst {worst[0]:.2f} against {worst[1].tree_peer} at "
             f"{tuple(worst[1][:5])}"
         )
+    return lines
+
+
+def _against_trees(name: str, mine: Sequence[Row], peers: dict[tuple[Any, ...], Row]) -> list[str]:
+    """A geomean of treeattn's rows against the best tree peer that was measured beside each."""
+    pairs = [(row["us"] / peers[shape_key(row)]["us"], row) for row in mine if shape_key(row) in peers]
+    if not pairs or not mine[0]["provider"].startswith("treeattn"):
+        return []
+    worst, row = max(pairs, key=lambda pair: pair[0])
+    return [
+        f"{name}: {geomean(ratio for ratio, _ in pairs):.3f} x the best tree peer of this run in geomean over "
+        f"{len(pairs)} rows, worst {worst:.2f} against {peers[shape_key(row)]['provider']} at ({shape_text(row)})"
+    ]
+
+
+def _pages(rows: Sequence[Row]) -> list[str]:
+    """Each page size and order of the set `pages` against its first one."""
+    lines = []
+    mine = [row for row in rows if row["kind"] == "pages" and row["provider"] not in CHAINS]
+    for provider in dict.fromkeys(row["provider"] for row in mine):
+        times = {(shape_key(row), page_asked(row)): row["us"] for row in mine if row["provider"] == provider}
+        for page in PAGES[1:]:
+            ratios = [
+                us / times[shape, PAGES[0]]
+                for (shape, asked), us in times.items()
+                if asked == page and (shape, PAGES[0]) in times
+            ]
+            if ratios:
+                lines.append(
+                    f"pages {provider}: page {page[0]} {page[1]} {geomean(ratios):.3f} x page {PAGES[0][0]} "
+                    f"{PAGES[0][1]} in geomean over {len(ratios)} rows, worst {max(ratios):.3f} "
+                    f"(target {1.12 if page[0] == 1 else 1.05})"
+                )
+    return lines
+
+
+PAIRS = {"ragged": "ragged-uniform", "mixed": "mixed-uniform", "padded": "padded-real"}
+"""A kind of row, and the one that it may cost 1.15 times as much as."""
+
+
+def _pairs(rows: Sequence[Row]) -> list[str]:
+    """Ragged against uniform and padded against real batches, scaled by the floors where those are not quite equal."""
+    lines = []
+    for kind, usual in PAIRS.items():
+        geometry = ("provider", "qo_heads", "kv_heads", "head_dim", "kv_dtype")
+        plain = {tuple(row[key] for key in geometry): row for row in rows if row["kind"] == usual}
+        for row in rows:
+            beside = plain.get(tuple(row[key] for key in geometry))
+            if row["kind"] == kind and beside is not None:
+                ratio = row["us"] / beside["us"] * beside["floor_us"] / row["floor_us"]
+                lines.append(f"{kind} {row['provider']}: ({shape_text(row)}) {ratio:.3f} x {usual} (target 1.15)")
     return lines
 
 

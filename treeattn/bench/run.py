@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from .gate import gate
+from .calls import Calls, empty_out, group_args, kv_of, layer_call
+from .gate import GateError, gate
 from .inputs import COLD_BYTES, Inputs
-from .providers import PROVIDERS, Calls, empty_out, group_args, kv_of, layer_call, unavailable
-from .timing import Timing, time_calls, time_graph, time_host
+from .providers import PROVIDERS, unavailable, unsuited
+from .timing import Timing, measure_ceilings, time_calls, time_graph, time_host
 from .workloads import Workload
 
 __all__ = ["environment", "run_workloads", "save"]
@@ -58,7 +59,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _row(work: Workload, provider: str, page_size: int, timing: Timing, rel_err: float | None) -> dict[str, Any]:
+def _shape(work: Workload, provider: str) -> dict[str, Any]:
+    """What a row says about its workload; `page_size_asked` is the workload's, `page_size` what the provider took."""
     row = {
         "kind": work.kind,
         "batch": work.batch,
@@ -67,18 +69,12 @@ def _row(work: Workload, provider: str, page_size: int, timing: Timing, rel_err:
         "qo_heads": work.qo_heads,
         "kv_heads": work.kv_heads,
         "head_dim": work.head_dim,
-        "page_size": page_size,
+        "page_size": work.page_size,
+        "page_size_asked": work.page_size,
         "kv_layout": work.kv_layout,
         "dtype": work.dtype,
         "kv_dtype": work.cache_dtype,
         "provider": provider,
-        "us": round(timing.us, 3),
-        "p20": round(timing.p20, 3),
-        "p80": round(timing.p80, 3),
-        "floor_us": round(work.floor_us, 3),
-        "rel_err": rel_err,
-        "bytes": work.bytes,
-        "flop": work.flop,
     }
     if work.prefixes is not None:
         row["prefixes"] = list(work.prefixes)
@@ -91,8 +87,22 @@ def _row(work: Workload, provider: str, page_size: int, timing: Timing, rel_err:
     return row
 
 
-def _measure(provider: str, inputs: Inputs) -> dict[str, Any] | None:
-    """The best variant's row, or None if the workload is not for this provider. Every variant passes the gate."""
+def _row(work: Workload, provider: str, page_size: int, timing: Timing, rel_err: float | None) -> dict[str, Any]:
+    return {
+        **_shape(work, provider),
+        "page_size": page_size,
+        "us": round(timing.us, 3),
+        "p20": round(timing.p20, 3),
+        "p80": round(timing.p80, 3),
+        "floor_us": round(work.floor_us, 3),
+        "rel_err": rel_err,
+        "bytes": work.bytes,
+        "flop": work.flop,
+    }
+
+
+def _measure(provider: str, inputs: Inputs) -> list[dict[str, Any]]:
+    """The best variant's row. Every variant passes the gate."""
     best: tuple[Timing, Calls, float] | None = None
     for variant in PROVIDERS[provider](inputs):
         rel_err = gate(provider, inputs, variant)
@@ -100,8 +110,8 @@ def _measure(provider: str, inputs: Inputs) -> dict[str, Any] | None:
         if best is None or timing.us < best[0].us:
             best = (timing, variant, rel_err)
     if best is None:
-        return None
-    return _row(inputs.workload, provider, best[1].page_size, best[0], best[2])
+        raise RuntimeError(f"{provider} offers nothing for {inputs.workload.name()} and does not say why")
+    return [_row(inputs.workload, provider, best[1].page_size, best[0], best[2])]
 
 
 def _measure_step(inputs: Inputs, backend: str) -> list[dict[str, Any]]:
@@ -137,6 +147,18 @@ def _measure_step(inputs: Inputs, backend: str) -> list[dict[str, Any]]:
     return rows
 
 
+def _device_lost(device: torch.device) -> bool:
+    """Whether a fault has made the CUDA context useless for whoever comes next."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return True
+    return False
+
+
 def run_workloads(
     workloads: Sequence[Workload],
     providers: Sequence[str],
@@ -147,39 +169,60 @@ def run_workloads(
 ) -> dict[str, Any]:
     """Measure every provider on every workload.
 
+    A provider that computes something wrong, or fails in any other way, has no number for that workload; the other
+    rows keep theirs.
+
     Returns
     -------
     dict
-        ``{"env": {...}, "rows": [...], "left_out": {provider: reason}}``; a row has kind, batch, q_len, prefix,
-        qo_heads, kv_heads, page_size, kv_dtype, provider, us, p20, p80, floor_us, rel_err and more.
-
-    Raises
-    ------
-    GateError
-        If a provider computes something wrong: there is no number for it, nor for what follows.
+        ``env``, on a GPU with its measured ceilings; ``rows``, each with kind, batch, q_len, prefix, qo_heads,
+        kv_heads, page_size, kv_dtype, provider, us, p20, p80, floor_us, rel_err and more; ``failed``, rows of the same
+        shape with `error` in place of times; ``skipped``, likewise with `reason`: the workload is not for the
+        provider; ``left_out``, reasons by provider: it cannot run here, or no workload is for it.
     """
     left_out = {name: reason for name in providers if (reason := unavailable(name, device, workloads)) is not None}
     usable = [name for name in providers if name not in left_out]
     rows: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    skipped: list[dict[str, Any]] = []
+    lost: str | None = None
+    env = environment(device)
+    if device.type == "cuda":
+        env |= measure_ceilings(device)
     for index, work in enumerate(workloads):
-        inputs = Inputs(work, device, cold_bytes if device.type == "cuda" else 0)
-        if work.kind == "step":
-            for name in usable:
-                if name.startswith("treeattn_"):
+        inputs = None
+        for name in usable:
+            if (reason := unsuited(name, work)) is not None:
+                skipped.append({**_shape(work, name), "reason": reason})
+                continue
+            if lost is not None:
+                failed.append({**_shape(work, name), "error": lost})
+                continue
+            try:
+                if inputs is None:
+                    inputs = Inputs(work, device, cold_bytes if device.type == "cuda" else 0)
+                if work.kind == "step":
                     rows += _measure_step(inputs, name.removeprefix("treeattn_"))
-        else:
-            rows += [row for name in usable if (row := _measure(name, inputs)) is not None]
-        del inputs
+                else:
+                    rows += _measure(name, inputs)
+            except Exception as error:  # of another project's code: any kind
+                text = str(error) if isinstance(error, GateError) else f"{type(error).__name__}: {error}"
+                failed.append({**_shape(work, name), "error": text})
+                if _device_lost(device):
+                    lost = f"not run: {name} on {work.name()} left the device unusable"
         if progress:
             progress(f"[{index + 1}/{len(workloads)}] {work.name()}")
-    return {"env": environment(device), "rows": rows, "left_out": left_out}
+    return {"env": env, "left_out": left_out, "failed": failed, "skipped": skipped, "rows": rows}
 
 
 def save(result: dict[str, Any], path: str | Path) -> None:
     """Write a result as JSON, one row a line."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
-    rest = {key: value for key, value in result.items() if key != "rows"}
-    head = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rest.items())
-    path.write_text("{\n" + head + ',\n "rows": [\n' + rows + "\n ]\n}\n")
+    parts = []
+    for key, value in result.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join("  " + json.dumps(row) for row in value) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")

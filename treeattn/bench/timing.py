@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Timing", "time_calls", "time_graph", "time_host"]
+from treeattn.graphs import capture
+
+__all__ = ["Timing", "measure_ceilings", "time_calls", "time_graph", "time_host"]
 
 REPLAYS = 15
 FEWEST_CALLS = 8
@@ -35,17 +37,17 @@ def time_graph(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Ti
     The calls rotate over copies of their inputs, so that each finds a cold L2: the caller provides enough of them.
     """
     rounds = -(-FEWEST_CALLS // len(calls))
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in list(calls[:2]) * 2:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def each() -> None:
         for _ in range(rounds):
             for call in calls:
                 call()
+
+    def some() -> None:
+        for call in calls[:2]:
+            call()
+
+    graph, _ = capture(each, warm_up=some)
     for _ in range(2):
         graph.replay()
     new_event: Callable[[], Any] = functools.partial(torch.cuda.Event, enable_timing=True)
@@ -86,3 +88,19 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> Timi
             call()
         took.append((time.perf_counter() - begin) * 1e6 / len(calls[:3]))
     return _summary(took)
+
+
+def measure_ceilings(device: torch.device, copy_bytes: int = 2**31, size: int = 8192) -> dict[str, float]:
+    """What this device reaches, by the clock of the rows.
+
+    ``copy_tb_s`` is of a copy of `copy_bytes`, reads and writes counted, ``bf16_tflop_s`` of a product of square
+    matrices. The floors of the rows are those of an H200: a result of another chip tells its own by these numbers.
+    """
+    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(left)
+    copy = time_calls([lambda: target.copy_(source)], device).us
+    matmul = time_calls([lambda: torch.mm(left, left, out=product)], device).us
+    rates = {"copy_tb_s": 2 * copy_bytes / copy / 1e6, "bf16_tflop_s": 2 * size**3 / matmul / 1e6}
+    return {name: float(f"{rate:.4g}") for name, rate in rates.items()}

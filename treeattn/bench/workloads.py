@@ -1,13 +1,11 @@
 """Named workloads: the shapes that a benchmark runs, and their floor.
 
-A set is a list of `Workload`; `SETS` names them, and `load_workloads` reads your own from a JSON file (a list of
-objects with the fields of `Workload`).
+A set is a list of `Workload`; `SETS` names them, and `load_workloads` adds your own from a file (:mod:`.own`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 from collections.abc import Callable
@@ -17,7 +15,9 @@ from typing import Any
 
 from .targets import GQA_TARGETS, MLA_TARGETS
 
-__all__ = ["SETS", "Workload", "fp8_pays", "load_workloads", "options_text"]
+__all__ = [
+    "DTYPES", "KV_DTYPES", "LARGEST_PAGE", "PAGES", "SETS", "Workload", "fp8_pays", "load_workloads", "options_text",
+]  # fmt: skip
 
 COPY_BYTES_PER_S = 4.28e12
 """Measured on an H200 with a device-to-device copy, reads and writes counted."""
@@ -25,6 +25,8 @@ BF16_FLOP_PER_S = 780e12
 """Measured on an H200 with a bf16 matrix product."""
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a number of q and out."""
+LARGEST_PAGE = 128
+"""Every page size divides it."""
 KV_DTYPES = {**DTYPES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -205,6 +207,7 @@ def _kimi() -> list[Workload]:
 
 
 def _ragged() -> list[Workload]:
+    """Prefixes log-uniform in 512 ... 65536, each kind beside a uniform batch of the same bytes and nearly the FLOP."""
     rng = random.Random(0)
     prefixes = tuple(int(2 ** rng.uniform(math.log2(512), 16)) for _ in range(32))
     mixed = tuple(rng.randint(1, 65) for _ in range(32))
@@ -214,23 +217,27 @@ def _ragged() -> list[Workload]:
         rows += [
             Workload("ragged", 32, 17, mean, *heads, prefixes=prefixes),
             Workload("ragged-uniform", 32, 17, mean, *heads),
-            Workload("ragged-mixed", 32, max(mixed), mean, *heads, prefixes=prefixes, q_lens=mixed),
+            Workload("mixed", 32, max(mixed), mean, *heads, prefixes=prefixes, q_lens=mixed),
+            Workload("mixed-uniform", 32, round(sum(mixed) / 32), mean, *heads),
         ]
     return rows
 
 
+PAGES = ((64, "NHD"), (1, "NHD"), (16, "NHD"), (32, "NHD"), (128, "NHD"), (16, "HND"), (64, "HND"), (128, "HND"))
+"""Page size and order; the others are compared with the first."""
+
+
 def _pages() -> list[Workload]:
     base = [(1, 17, 16384, 32, 8), (8, 17, 4096, 32, 8), (8, 65, 8192, 32, 8)]
-    kinds = [(1, "NHD"), (16, "NHD"), (64, "NHD"), (128, "NHD"), (64, "HND")]
-    return [Workload("pages", *shape, page_size=page, kv_layout=layout) for shape in base for page, layout in kinds]
+    return [Workload("pages", *shape, page_size=page, kv_layout=layout) for shape in base for page, layout in PAGES]
 
 
 def _shapes() -> list[Workload]:
-    rows = [Workload("shapes", 8, q, 4096) for q in (1, 4, 33, 129)]
+    """Widths, groups and head dims around (8, 17, 4096, 32/8), and a batch padded to twice its real nodes."""
+    rows = [Workload("shapes", 8, q, 4096) for q in (1, 4, 17, 33, 65, 129)]
     rows += [Workload("shapes", 8, 17, 4096, group * 4, 4) for group in (5, 6, 12)]
     rows += [Workload("shapes", 8, 17, 4096, head_dim=dim) for dim in (64, 256)]
-    rows += [Workload("shapes", 8, 17, 4096), Workload("padded", 8, 34, 4096, nodes=17)]
-    return rows
+    return [*rows, Workload("padded", 8, 34, 4096, nodes=17), Workload("padded-real", 8, 17, 4096)]
 
 
 def _small() -> list[Workload]:
@@ -258,45 +265,24 @@ SETS: dict[str, Callable[[], list[Workload]]] = {
 }
 
 
-def _fits(field: str, value: Any) -> bool:
-    """Whether a value of a JSON file can be that of a field."""
-    choices = {"kv_layout": ("NHD", "HND"), "dtype": DTYPES, "kv_dtype": (None, *KV_DTYPES)}
-    if field in choices:
-        return (value is None or isinstance(value, str)) and value in choices[field]
-    if field in ("kind", "shared_kv"):
-        return isinstance(value, str if field == "kind" else bool)
-    return isinstance(value, (int, tuple)) and not isinstance(value, bool)
-
-
 def load_workloads(names: list[str], file: str | Path | None = None, **overrides: Any) -> list[Workload]:
-    """Workloads of named sets and of a JSON file, with fields replaced where `overrides` has a value.
+    """Workloads of named sets and of a file, with fields replaced where `overrides` has a value.
 
     Raises
     ------
     ValueError
-        For a set that does not exist or a field that a workload does not have.
+        For a set that does not exist, or what :func:`.own.read_workloads` says of the file.
     """
+    from .own import read_workloads
+
     rows: list[Workload] = []
     for name in names:
         if name not in SETS:
             raise ValueError(f"no workload set {name!r}; there are {', '.join(SETS)}")
         rows += SETS[name]()
     if file is not None:
-        known = {field.name for field in dataclasses.fields(Workload)}
-        for index, entry in enumerate(json.loads(Path(file).read_text())):
-            if unknown := sorted(set(entry) - known):
-                raise ValueError(
-                    f"{file}, entry {index}: no field {', '.join(unknown)}; there are {', '.join(sorted(known))}"
-                )
-            entry = {"kind": "own", **entry}
-            fixed: dict[str, Any] = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-            }
-            for key, value in fixed.items():
-                if not _fits(key, value):
-                    raise ValueError(f"{file}, entry {index}: {key} is {value!r}")
-            if fixed.get("batch", 1) < 1 or fixed.get("q_len", 1) < 1:
-                raise ValueError(f"{file}, entry {index}: batch and q_len must be at least 1")
-            rows.append(Workload(**fixed))
+        rows += read_workloads(file)
     changed = {key: value for key, value in overrides.items() if value is not None}
+    if LARGEST_PAGE % changed.get("page_size", 1):
+        raise ValueError(f"page_size must divide {LARGEST_PAGE}, got {changed['page_size']}")
     return [dataclasses.replace(row, **changed) for row in rows]

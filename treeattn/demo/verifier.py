@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import treeattn
-from treeattn import TreeLayout
+from treeattn import TreeLayout, graphs
 from treeattn.adapters import transformers as adapter
 from treeattn.demo.drafts import DraftTree
 
@@ -198,16 +198,7 @@ class StaticVerifier:
         if not capture:
             return
         # Every slot is empty while warming up and capturing, so the cache keeps what prefill wrote.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._output = step()
-        self._graph = graph
+        self._graph, self._output = graphs.capture(step, device=device)
 
     def __call__(
         self, trees: Sequence[DraftTree], requests: Sequence[int], prefix_lens: Sequence[int]

@@ -52,6 +52,7 @@ from .tiles import (
     load_rows,
     load_tile,
     normalise,
+    row_factors,
     row_offsets,
     store_out,
     store_partial,
@@ -120,6 +121,7 @@ def attention_kernel(
     FRESH: tl.constexpr,
     SHARED_KV: tl.constexpr,  # V is the first HEAD_DIM_V dims of K
     FP8: tl.constexpr,  # of the caches: 0 none, 1 e4m3, 2 e5m2
+    DECODE: tl.constexpr,  # how, see `decode`
     K_SCALE: tl.constexpr,  # what k_scale is: 0 none, 1 a number, 2 a pointer to one, 3 to one a KV head
     V_SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -132,9 +134,11 @@ def attention_kernel(
     NEGATE: tl.constexpr,  # sm_scale is negative
     WIDE: tl.constexpr,  # offsets inside one request, or inside one page, may pass 2^31
     SAME_STRIDES: tl.constexpr,  # of the K and V caches
+    SLOT_STRIDE: tl.constexpr,  # stride_k_slot if it is compiled in, else 0
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_REST: tl.constexpr,  # dims of K behind those of V, if SHARED_KV; else 0
+    APART: tl.constexpr,  # if BLOCK_REST: the scores behind a branch, see `attend`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -143,11 +147,19 @@ def attention_kernel(
     if SAME_STRIDES:
         # one set of offsets serves both, in half the registers
         stride_v_page, stride_v_slot, stride_v_head = stride_k_page, stride_k_slot, stride_k_head
+    if SLOT_STRIDE > 0:
+        # the offsets of a tile's rows are constants then, not 2 registers each
+        stride_k_slot = SLOT_STRIDE
+        stride_v_slot = SLOT_STRIDE
     # the dims of K that are multiplied at once: all, or those that V shares
     MAIN_DIMS: tl.constexpr = HEAD_DIM_V if SHARED_KV else HEAD_DIM
     REST_DIMS: tl.constexpr = HEAD_DIM - MAIN_DIMS
     SCALED: tl.constexpr = K_SCALE + V_SCALE > 0
     dtype: tl.constexpr = q_ptr.dtype.element_ty
+    # e4m3 and e5m2 are float16 numbers, so that is what they are multiplied in; fresh K and V may be larger
+    HALF: tl.constexpr = FP8 != 0 and dtype == tl.bfloat16 and not SHARED_KV
+    cached_dtype: tl.constexpr = tl.float16 if HALF else dtype
+    edge_dtype: tl.constexpr = dtype if FRESH else cached_dtype
     program = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -198,10 +210,17 @@ def attention_kernel(
             q_rest = q
             if BLOCK_REST > 0:
                 q_rest = load_rows(q_base + MAIN_DIMS, q_off, valid, NEGATE, REST_DIMS, BLOCK_REST)
+            row_scale = scale
+            q_edge = q
+            if HALF:  # and so no SHARED_KV, of which q_rest is
+                factors, inverses = row_factors(q)
+                row_scale = scale * inverses
+                q_edge = (q * factors[:, None]).to(edge_dtype)
+                q = (q * factors[:, None]).to(cached_dtype)
             words_base = mask_words_ptr + first_row.to(tl.int64) * num_words
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            row_sum = tl.zeros([BLOCK_M, 2, 4] if BLOCK_REST > 0 and APART else [BLOCK_M], tl.float32)
 
             if CSR:
                 pages_ptr = table_ptr + tl.load(kv_indptr_ptr + request)
@@ -229,18 +248,23 @@ def attention_kernel(
                 v_base = tile_base(v_head_ptr, pages, t, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
                 pages = tile_pages(pages_ptr, t + 1, end_full, n, PAGE_SIZE, BLOCK_N)
                 row0 += zero
-                k = decode(load_tile(k_base, k_off, n < BLOCK_N, MAIN_DIMS, BLOCK_D, False), dtype, FP8)
+                k = decode(load_tile(k_base, k_off, n < BLOCK_N, MAIN_DIMS, BLOCK_D, False), cached_dtype, FP8,
+                           DECODE)  # fmt: skip
                 k_rest = k
                 if BLOCK_REST > 0:
                     k_rest = load_tile(k_base + MAIN_DIMS, k_off, n < BLOCK_N, REST_DIMS, BLOCK_REST, False)
-                    k_rest = decode(k_rest, dtype, FP8)
+                    k_rest = decode(k_rest, cached_dtype, FP8, DECODE)
                 if SHARED_KV:
                     v = k
                 else:
-                    v = decode(load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM_V, BLOCK_V, False), dtype, FP8)
-                acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, valid, scale, k_factor,
-                                               soft_cap, False, SCALED, CAPPED, BLOCK_REST > 0)  # fmt: skip
+                    v = decode(load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM_V, BLOCK_V, False), cached_dtype, FP8,
+                               DECODE)  # fmt: skip
+                acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, valid, row_scale,
+                                               k_factor, soft_cap, zero, False, SCALED, CAPPED, BLOCK_REST > 0,
+                                               APART, HALF)  # fmt: skip
 
+            if BLOCK_REST > 0 and APART:
+                row_sum = tl.sum(tl.sum(row_sum, 2), 1)
             # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
             # the loop and held in (and spilled from) the registers that it needs
             rows = row0 + m
@@ -272,27 +296,28 @@ def attention_kernel(
                 page, within = cached_pages(pages_ptr, tree_slots_ptr, in_prefix, position, node, needed, prefix,
                                             first_row, PAGE_SIZE, TREE_SLOTS, FRESH)  # fmt: skip
                 k = edge_load(k_head_ptr, k_own_ptr, page, within, in_prefix, position, node, needed, prefix, first_row,
-                              stride_k_page, stride_k_slot, stride_k_tree_row, 0, dtype, FRESH, FP8, WIDE, MAIN_DIMS,
-                              BLOCK_D)  # fmt: skip
+                              stride_k_page, stride_k_slot, stride_k_tree_row, 0, edge_dtype, FRESH, FP8, DECODE, WIDE,
+                              MAIN_DIMS, BLOCK_D)  # fmt: skip
                 k_rest = k
                 if BLOCK_REST > 0:
                     k_rest = edge_load(k_head_ptr, k_own_ptr, page, within, in_prefix, position, node, needed, prefix,
-                                       first_row, stride_k_page, stride_k_slot, stride_k_tree_row, MAIN_DIMS, dtype,
-                                       FRESH, FP8, WIDE, REST_DIMS, BLOCK_REST)  # fmt: skip
+                                       first_row, stride_k_page, stride_k_slot, stride_k_tree_row, MAIN_DIMS,
+                                       edge_dtype, FRESH, FP8, DECODE, WIDE, REST_DIMS, BLOCK_REST)  # fmt: skip
                 if SHARED_KV:
                     v = k
                 else:
                     v = edge_load(v_head_ptr, v_own_ptr, page, within, in_prefix, position, node, needed, prefix,
-                                  first_row, stride_v_page, stride_v_slot, stride_v_tree_row, 0, dtype, FRESH, FP8,
-                                  WIDE, HEAD_DIM_V, BLOCK_V)  # fmt: skip
+                                  first_row, stride_v_page, stride_v_slot, stride_v_tree_row, 0, edge_dtype, FRESH, FP8,
+                                  DECODE, WIDE, HEAD_DIM_V, BLOCK_V)  # fmt: skip
                 k_by = k_factor
                 if FRESH and SCALED:
                     # fresh V is behind all of the cache, which has its factor then
                     k_by = tl.where(in_prefix, k_factor, 1.0)
                     acc = acc * tl.where(in_prefix, 1.0, v_factor)
                     v_factor = tl.where(in_prefix, v_factor, 1.0)
-                acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, scale, k_by,
-                                               soft_cap, True, SCALED, CAPPED, BLOCK_REST > 0)  # fmt: skip
+                acc, row_max, row_sum = attend(q_edge, q_rest, k, k_rest, v, acc, row_max, row_sum, sees,
+                                               row_scale, k_by, soft_cap, zero, True, SCALED, CAPPED, BLOCK_REST > 0,
+                                               APART, HALF)  # fmt: skip
 
             whole = (begin == 0) & (last == item_tiles)
             if SPLIT > 0:
@@ -310,12 +335,13 @@ def attention_kernel(
             if CAPPED:
                 acc, lse2 = normalise(acc, row_max, row_sum)
             else:
-                acc, lse2 = normalise(acc, row_max * scale, row_sum)
+                acc, lse2 = normalise(acc, row_max * row_scale, row_sum)
             if whole:
                 if SINKS != 0:
                     acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)
-                store_out(out_base, lse_base, acc, lse2, rows, valid, stride_out_row, stride_out_head, stride_lse_row,
-                          stride_lse_head, GROUP, HEAD_DIM_V, BLOCK_V, HAS_LSE, WIDE)  # fmt: skip
+                store_out(out_base, lse_base, acc, lse2, rows, valid, tl.arange(0, BLOCK_V), stride_out_row,
+                          stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM_V, HAS_LSE,
+                          WIDE)  # fmt: skip
             else:
                 store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM_V, BLOCK_V)
             if SPLIT > 0:

@@ -45,10 +45,9 @@ def zero_rows(out_ptr, lse_ptr, row, padding, heads, stride_out_row, stride_out_
 
 
 @triton.jit
-def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, BLOCK_M: tl.constexpr,
-                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-                SPLIT: tl.constexpr):  # fmt: skip
-    """Combine the partials of an item's rows, in KV order, PARTS in flight.
+def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, d, BLOCK_M: tl.constexpr,
+                HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
+    """Combine the partials of an item's rows in the dims `d`, in KV order, PARTS in flight.
 
     They are those that programs `first` to `last` left, or if SPLIT those of the places `first` to `last` on the line.
 
@@ -56,8 +55,7 @@ def merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, BLO
     memory, and with 16-way bank conflicts (48 µs instead of 6 for 263 merges of 64 rows).
     """
     c = tl.arange(0, PARTS)
-    d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([local.shape[0], BLOCK_D], tl.float32)
+    acc = tl.zeros([local.shape[0], d.shape[0]], tl.float32)
     top = tl.full([local.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([local.shape[0]], tl.float32)
     for part in range(first, last + 1, PARTS):
@@ -94,7 +92,7 @@ def finish_kernel(
     total_q,
     num_qo_heads,
     num_merges,  # items of the whole capacity, or boundaries between programs
-    chunks,  # programs of each merge
+    chunks,  # of the rows of each merge; each has a program for each CHUNK_DIMS dims
     items_a_request,
     stride_out_row,
     stride_out_head,
@@ -114,16 +112,19 @@ def finish_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
+    CHUNK_DIMS: tl.constexpr,
     CHUNK_PARTS: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,  # launched before attention_kernel has ended
 ):
+    DIM_CHUNKS: tl.constexpr = BLOCK_V // CHUNK_DIMS
     program = tl.program_id(0)
-    if program >= num_merges * chunks:
+    programs = chunks * DIM_CHUNKS  # of each merge
+    if program >= num_merges * programs:
         if PDL:
             tl.extra.cuda.gdc_wait()
-        row = (program - num_merges * chunks) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
+        row = (program - num_merges * programs) * ZERO_ROWS + tl.arange(0, ZERO_ROWS)
         owner = tl.load(row_request_ptr + row, mask=row < total_q, other=-1)
         owned = owner >= 0
         node = row - tl.load(qo_indptr_ptr + owner, mask=owned, other=0)
@@ -135,7 +136,7 @@ def finish_kernel(
                       stride_lse_head, HEAD_DIM_V, BLOCK_V, HAS_LSE)  # fmt: skip
         return
 
-    index = program // chunks
+    index = program // programs
     share = tl.load(share_ptr)
     lane_programs = tl.load(share_ptr + 1)
     lanes = tl.load(share_ptr + 2)
@@ -190,16 +191,18 @@ def finish_kernel(
         tl.extra.cuda.gdc_wait()
     if mine & (first < last):
         tile_rows = tl.cdiv(nodes * GROUP, row_tiles)
-        local = program % chunks * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
+        local = program % programs // DIM_CHUNKS * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
+        d = program % DIM_CHUNKS * CHUNK_DIMS + tl.arange(0, CHUNK_DIMS)
         rows = row_tile * tile_rows + local
         valid = (local < tile_rows) & (rows < tl.minimum(nodes, total_q - first_row) * GROUP)
         if tl.max(valid.to(tl.int32), 0) > 0:
-            acc, row_max, row_sum = merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid,
-                                                BLOCK_M, HEAD_DIM_V, BLOCK_V, CHUNK_PARTS, SPLIT > 0)  # fmt: skip
+            acc, row_max, row_sum = merge_parts(partial_out_ptr, partial_lse_ptr, first, last, local, valid, d,
+                                                BLOCK_M, HEAD_DIM_V, CHUNK_PARTS, SPLIT > 0)  # fmt: skip
             acc, lse2 = normalise(acc, row_max, row_sum)
             if SINKS != 0:
                 acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)
+            # lse, which all programs of a row know, is written by each of them
             store_out(head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP),
                       head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP), acc, lse2, rows,
-                      valid, stride_out_row, stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM_V,
-                      BLOCK_V, HAS_LSE, WIDE)  # fmt: skip
+                      valid, d, stride_out_row, stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM_V,
+                      HAS_LSE, WIDE)  # fmt: skip

@@ -29,11 +29,14 @@ PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of fo
 ZERO_ROWS = 8  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 INVARIANT_ROWS, INVARIANT_PARTS = 2, 8  # rows and parts of a merge in batch-invariant mode
+MERGE_DIMS = 128  # that one program of the finish kernel merges of a row: wide rows are merged by several at once
 MERGE_ELEMENTS = 4096  # of partials that the one warp of a finish program has in flight: 128 registers of a thread
 POSITIONS = 4096  # of nodes that a program of the plan looks at together
 PARTS = {"all": 0, "prefix": 1, "tree": 2}
 FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 LOG2_E = 1.4426950408889634
+E4M3_ARCH = 89  # compute capability from which one instruction makes float16 of e4m3
+WGMMA_ROWS = 64  # the fewest rows of a tile that wgmma multiplies
 PDL_ARCH = 90  # compute capability from which kernels may be launched ahead of the end of the one before
 
 
@@ -206,7 +209,8 @@ class LayerLaunch:
             step.kv.page_size * max(abs(cache_strides[1]), abs(cache_strides[4])),
         )
         wide = max(reach) >= 2**31
-        pdl = (backends.arch(step.layout.device) if arch is None else arch) >= PDL_ARCH
+        arch = backends.arch(step.layout.device) if arch is None else arch
+        pdl = arch >= PDL_ARCH
         rows = q.shape[0]
         shared = {
             "GROUP": step.group,
@@ -237,6 +241,9 @@ class LayerLaunch:
         if config.max_registers:
             options["maxnreg"] = config.max_registers
         arguments = shared | _attention_arguments(step, q, k_tree, v_tree, cache_strides, scoring)
+        # for wgmma; mma.sync, with fewer rows, is 1.2 to 3 times as slow that way. The interpreter takes both.
+        arguments["APART"] = config.block_m >= (WGMMA_ROWS if arch > 0 else 32)
+        arguments["DECODE"] = 0 if arch == 0 else 2 if arch >= E4M3_ARCH else 1
         self.attention: Any = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
         arguments, programs = _finish_arguments(step, rows, zero_tail)
         options = {"num_warps": 1, "enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
@@ -348,6 +355,7 @@ def _attention_arguments(
         "CAPPED": scoring.logits_soft_cap > 0,
         "NEGATE": scoring.sm_scale < 0,
         "SAME_STRIDES": cache_strides[:3] == cache_strides[3:],
+        "SLOT_STRIDE": cache_strides[1] if step.shared_kv and cache_strides[1] < 2**20 else 0,
         "BLOCK_D": padded(step.head_dim_v if step.shared_kv else step.head_dim),
         "BLOCK_REST": padded(rest) if rest > 0 else 0,
         "STAGES": config.num_stages,
@@ -367,7 +375,8 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
     parts = 2 + (triton.cdiv(step.num_programs, max(merges, 1)) if by_item else 0)
     if step.batch_invariant:  # nor may the order of sums depend on a capacity
         chunk_rows, chunks, parts = INVARIANT_ROWS, triton.cdiv(tile_rows, INVARIANT_ROWS), INVARIANT_PARTS
-    parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (padded(step.head_dim_v) * chunk_rows), 1))
+    dims = min(padded(step.head_dim_v), MERGE_DIMS)
+    parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (dims * chunk_rows), 1))
     arguments = {
         "item_start_ptr": step.buffers.item_start,
         "share_ptr": step.buffers.share,
@@ -380,7 +389,9 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "BY_ITEM": by_item,
         "BLOCK_M": config.block_m,
         "CHUNK_ROWS": chunk_rows,
+        "CHUNK_DIMS": dims,
         "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
     }
-    return arguments, merges * chunks + triton.cdiv(rows, ZERO_ROWS)
+    programs = chunks * (padded(step.head_dim_v) // dims)
+    return arguments, merges * programs + triton.cdiv(rows, ZERO_ROWS)

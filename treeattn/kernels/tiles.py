@@ -9,6 +9,30 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 
+# Four FP8 numbers of a register become two registers of two float16. A byte goes to the upper half of its 16 bits ...
+E5M2_BITS = tl.constexpr("prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;")
+# ... and for e4m3 all but its sign one bit down; times 2^8.
+E4M3_BITS = tl.constexpr("""{
+    .reg .b32 a, b, c, d, e;
+    mov.b32 e, 0x5c005c00;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    shr.b32 c, a, 1;
+    shr.b32 d, b, 1;
+    and.b32 c, c, 0x3f803f80;
+    and.b32 d, d, 0x3f803f80;
+    lop3.b32 a, a, 0x80008000, c, 0xea;
+    lop3.b32 b, b, 0x80008000, d, 0xea;
+    mul.rn.f16x2 $0, a, e;
+    mul.rn.f16x2 $1, b, e;
+}""")
+E4M3_CONVERT = tl.constexpr("""{
+    .reg .b16 a, b;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, a;
+    cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+
 
 @triton.jit
 def row_offsets(rows, stride_row, stride_head, GROUP: tl.constexpr, WIDE: tl.constexpr):
@@ -41,6 +65,17 @@ def load_rows(base, offsets, valid, NEGATE: tl.constexpr, DIMS: tl.constexpr, BL
     if NEGATE:
         q = -q
     return q
+
+
+@triton.jit
+def row_factors(q):
+    """A power of two for each packed row, and its inverse, float32: times it the row's largest number is in [256, 512).
+
+    What is 2^-32 of the largest and less loses bits as float16 then, which is less than a float32 sum loses.
+    """
+    top = tl.max(tl.abs(q).to(tl.float32), 1)
+    exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 32)
+    return ((262 - exponent) << 23).to(tl.float32, bitcast=True), ((exponent - 8) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -144,7 +179,7 @@ def cached_pages(pages_ptr, tree_slots_ptr, in_prefix, position, node, needed, p
 @triton.jit
 def edge_load(cache_ptr, tree_ptr, page, within, in_prefix, position, node, needed, prefix, first_row, stride_page,
               stride_slot, stride_tree_row, d0, dtype: tl.constexpr, FRESH: tl.constexpr, FP8: tl.constexpr,
-              WIDE: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+              DECODE: tl.constexpr, WIDE: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """K or V of an edge tile's keys, from dim `d0` on: of the cache or, for nodes if FRESH, of the call's own."""
     if WIDE:
         within = within.to(tl.int64)
@@ -154,7 +189,7 @@ def edge_load(cache_ptr, tree_ptr, page, within, in_prefix, position, node, need
                            DIMS, BLOCK, True)  # fmt: skip
         own = load_tile(tree_ptr + d0, (first_row + node).to(tl.int64) * stride_tree_row,
                         needed & (position >= prefix), DIMS, BLOCK, True)  # fmt: skip
-        return tl.where(in_prefix, decode(cached, dtype, FP8), own)
+        return tl.where(in_prefix, decode(cached, dtype, FP8, DECODE), own)
     elif FRESH:
         base = cache_ptr
         if in_prefix == 0:
@@ -165,7 +200,7 @@ def edge_load(cache_ptr, tree_ptr, page, within, in_prefix, position, node, need
         return load_tile(base + d0, row * step + within * stride_slot, needed, DIMS, BLOCK, True)
     else:
         tile = load_tile(cache_ptr + d0, page * stride_page + within * stride_slot, needed, DIMS, BLOCK, True)
-        return decode(tile, dtype, FP8)
+        return decode(tile, dtype, FP8, DECODE)
 
 
 @triton.jit
@@ -181,19 +216,25 @@ def load_tile(ptr, offsets, valid, DIMS: tl.constexpr, BLOCK: tl.constexpr, BOUN
 
 
 @triton.jit
-def decode(tile, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Numbers of a cache in the dtype of q; FP8 arrives as bytes: 1 for e4m3, 2 for e5m2, 0 for no FP8.
+def decode(tile, dtype: tl.constexpr, FP8: tl.constexpr, DECODE: tl.constexpr):
+    """Numbers of a cache in `dtype`; FP8 arrives as bytes: 1 for e4m3, 2 for e5m2, 0 for no FP8.
 
-    By its bits, so that chips without FP8 read it too: both formats are the upper bits of a float16, e4m3 one bit
-    lower and with an exponent that is 8 less. Finite numbers only.
+    Both formats are the upper bits of a float16, e4m3 one bit lower and with an exponent that is 8 less. DECODE is how:
+    0 in Triton's own operations, for the interpreter; 1 four numbers at once by their bits, on any chip; 2 by the
+    instruction of chips that know e4m3. Finite numbers only.
     """
     if FP8 == 0:
         return tile
-    bits = tile.to(tl.uint16)
-    if FP8 == 2:
-        return (bits << 8).to(tl.float16, bitcast=True).to(dtype)
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    return (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+    elif DECODE == 0:
+        bits = tile.to(tl.uint16)
+        if FP8 == 2:
+            return (bits << 8).to(tl.float16, bitcast=True).to(dtype)
+        else:
+            half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+            return (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+    else:
+        code: tl.constexpr = E5M2_BITS if FP8 == 2 else (E4M3_BITS if DECODE == 1 else E4M3_CONVERT)
+        return tl.inline_asm_elementwise(code, "=r,=r,r", [tile], dtype=tl.float16, is_pure=True, pack=4).to(dtype)
 
 
 @triton.jit
@@ -245,22 +286,53 @@ def tanh(x):
 
 
 @triton.jit
-def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_factor, soft_cap,
-           MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr):  # fmt: skip
+def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, zero,
+           MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, REST: tl.constexpr, APART: tl.constexpr,
+           ROW_SCALE: tl.constexpr):  # fmt: skip
     """One KV tile of the online softmax; ``row_max`` is of the scores before ``sm_scale``, which must be positive.
 
     ``sees`` is read only if MASKED, ``k_factor`` only if SCALED, the dims of ``q_rest`` and ``k_rest`` only if REST. If
-    CAPPED, ``row_max`` is of capped scores in base 2 and ``sm_scale`` is inside the cap.
+    CAPPED, ``row_max`` is of capped scores in base 2 and ``sm_scale`` is inside the cap. ``sm_scale`` is one number, or
+    one a row if ROW_SCALE; ``zero`` is 0.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if REST:
-        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+    if REST and APART:
+        # A dot whose result goes on into another dot gets all warps along the rows, so that eight warps would compute
+        # the scores of 64 rows twice. The compiler does not look through a branch. The smaller dot stays outside: its
+        # wait is where the products of V of the tile before end, which otherwise would be before the next copies begin.
+        rest = tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
+        weights = rest
+        new_max = row_max
+        decay = tl.zeros_like(row_max)
+        if zero == 0:
+            # a sum of two dots would be made a dot that accumulates
+            scores = tl.fma(rest, 1.0, tl.dot(q, tl.trans(k), input_precision="ieee"))
+            weights, new_max, row_sum, decay = soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap,
+                                                      MASKED, SCALED, CAPPED, ROW_SCALE, not MASKED)  # fmt: skip
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        weights, new_max, row_sum, decay = soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, MASKED,
+                                                  SCALED, CAPPED, ROW_SCALE, False)  # fmt: skip
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, MASKED: tl.constexpr, SCALED: tl.constexpr,
+           CAPPED: tl.constexpr, ROW_SCALE: tl.constexpr, SPREAD: tl.constexpr):  # fmt: skip
+    """Weights of a KV tile, the rows' new maximum and sum, and what is left of what they had before.
+
+    ``row_sum`` is of sums that have yet to be summed, ``[rows, 2, 4]``, if SPREAD.
+    """
     if SCALED:
         scores = scores * k_factor
     scale = sm_scale
+    each = sm_scale[:, None] if ROW_SCALE else sm_scale
     if CAPPED:
-        scores = tanh(scores * (sm_scale * LN2 / soft_cap)) * (soft_cap / LN2)
+        scores = tanh(scores * (each * (LN2 / soft_cap))) * (soft_cap / LN2)
         scale = 1.0
+        each = 1.0
     if MASKED:
         scores = tl.where(sees, scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -270,11 +342,15 @@ def attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, sees, sm_scale, k_fac
     else:
         base = new_max
     base = base * scale
-    weights = tl.exp2(scores * scale - base[:, None])
+    weights = tl.exp2(scores * each - base[:, None])
     decay = tl.exp2(row_max * scale - base)
-    row_sum = row_sum * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return acc, new_max, row_sum
+    if SPREAD:
+        # where the matrix unit left them, a thread has all but the axes of 2 and 4: the rest is summed after the loop
+        parts = tl.reshape(weights, [weights.shape[0], 2, weights.shape[1] // 16, 4, 2])
+        row_sum = row_sum * decay[:, None, None] + tl.sum(tl.sum(parts, 4), 2)
+    else:
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+    return weights, new_max, row_sum, decay
 
 
 @triton.jit
@@ -300,13 +376,12 @@ def normalise(acc, row_max, row_sum):
 
 
 @triton.jit
-def store_out(out_base, lse_base, acc, lse2, rows, valid, stride_out_row, stride_out_head, stride_lse_row,
-              stride_lse_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-              HAS_LSE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Write finished rows to ``out`` and ``lse``."""
-    d = tl.arange(0, BLOCK_D)
+def store_out(out_base, lse_base, acc, lse2, rows, valid, d, stride_out_row, stride_out_head, stride_lse_row,
+              stride_lse_head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_LSE: tl.constexpr,
+              WIDE: tl.constexpr):  # fmt: skip
+    """Write finished rows, of which `acc` has the dims `d`, to ``out`` and ``lse``."""
     mask = valid[:, None]
-    if BLOCK_D != HEAD_DIM:
+    if d.shape[0] != HEAD_DIM:
         mask = mask & (d < HEAD_DIM)[None, :]
     offsets = row_offsets(rows, stride_out_row, stride_out_head, GROUP, WIDE)
     tl.store(out_base + offsets[:, None] + d[None, :], acc.to(out_base.dtype.element_ty), mask=mask)
