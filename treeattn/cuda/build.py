@@ -107,9 +107,8 @@ def _run_nvrtc(source: Path, macros: Sequence[str]) -> bytes:
     from cupy.cuda import nvrtc
 
     headers = [path for path in sorted(source.parent.iterdir()) if path.suffix in (".cuh", ".h")]
-    program = nvrtc.createProgram(
-        source.read_text(), source.name, [path.read_text() for path in headers], [path.name for path in headers]
-    )
+    texts, names = [path.read_bytes() for path in headers], [path.name.encode() for path in headers]
+    program = nvrtc.createProgram(source.read_text(), source.name, texts, names)
     try:
         nvrtc.compileProgram(program, [*NVRTC_OPTIONS, *(f"-D{macro}" for macro in macros)])
         return bytes(nvrtc.getCUBIN(program))
