@@ -10,11 +10,6 @@ from typing import Any
 OUT = Path(os.environ.get("OUT", "benchmarks/results"))
 CHECKED = "TREEATTN_TRAP_AFTER_MS=2000"
 CANARY = f"{CHECKED} TREEATTN_CANARY=1 TREEATTN_DELAY=1"
-FENCE = "TREEATTN_CONSUMER_FENCE=1"
-NO_FENCE = "TREEATTN_CONSUMER_FENCE=2"
-SHALLOW = "TREEATTN_SHALLOWER=2"
-BASE = os.environ.get("TREEATTN_FIRST_BASE", "")
-"""Macros that every stage takes: the fence on the consumer's side where smoke needs it."""
 WORKERS = 12
 """Processes that share the GPU where Triton's compiler, not the GPU, takes the time."""
 

@@ -15,7 +15,6 @@ canary    the cases with slots filled with NaN before they are refilled, and a p
 probe     where a wrong kernel is wrong (cuda_probe.py): run if smoke fails
 memcheck  smoke under compute-sanitizer: run if smoke fails
 
-If smoke fails, it is tried once more with the fence on the consumer's side; if that is right, all stages go on so.
 Writes $OUT/cuda-first.json (a key for each stage; few files come back from a lent machine); the tables are printed
 again at the end, the times last.
 """
@@ -34,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cuda_common import BASE, CANARY, CHECKED, FENCE, NO_FENCE, OUT, SHALLOW, WORKERS, save, saved
+from cuda_common import CANARY, CHECKED, OUT, WORKERS, save, saved
 from cuda_times import time_rows, variants
 from isolated import run_isolated
 
@@ -63,7 +62,7 @@ def build() -> int:
             print(f"  {kind} {find_compiler(kind).version}")
         except BuildError as error:
             print(f"  {kind}: {error}")
-    needed = ("", CHECKED, FENCE, CANARY, NO_FENCE, SHALLOW, f"{CHECKED} {FENCE}", f"{CANARY} {FENCE}")
+    needed = ("", CHECKED, CANARY)
     jobs = [("nvcc", dim, macros) for dim in (128, 64) for macros in needed]
     jobs += [("nvrtc", dim, "") for dim in (128, 64)]
     with ThreadPoolExecutor(16) as pool:
@@ -289,12 +288,11 @@ MEMCHECK = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", 
 MACROS = {"smoke": CHECKED, "cases": CHECKED, "canary": CANARY, "graph": CHECKED, "probe": CHECKED}
 
 
-def run_stage(stage: str, left: float, base: str) -> Any:
+def run_stage(stage: str, left: float) -> Any:
     """Exit status of a stage, or why there is none."""
     begin = time.perf_counter()
-    print(f"== {stage}{f' with {base}' if base else ''}", flush=True)
-    macros = f"{MACROS.get(stage, '')} {base}".strip()
-    environ = {**os.environ, "TREEATTN_CUDA_MACROS": macros, "TREEATTN_FIRST_BASE": base, "PYTHONUNBUFFERED": "1"}
+    print(f"== {stage}", flush=True)
+    environ = {**os.environ, "TREEATTN_CUDA_MACROS": MACROS.get(stage, ""), "PYTHONUNBUFFERED": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     limit = min(LIMITS[stage], left)
     command = [sys.executable, __file__, "--stage", stage]
@@ -320,26 +318,23 @@ def main() -> int:
         return 1 if STAGES[sys.argv[2]]() else 0
     start, failed = time.perf_counter(), []
     (OUT / "cuda-first.json").unlink(missing_ok=True)
-    todo = [(stage, BASE) for stage in sys.argv[1:] or ORDER]
+    todo = list(sys.argv[1:] or ORDER)
     while todo:
-        stage, base = todo.pop(0)
+        stage = todo.pop(0)
         left = BUDGET - (time.perf_counter() - start)
-        name = f"{stage} with {base}" if base else stage
         if left < 25:
-            print(f"== {name}: no time left")
-            failed.append(name)
+            print(f"== {stage}: no time left")
+            failed.append(stage)
             continue
-        if run_stage(stage, left, base) == 0:
+        if run_stage(stage, left) == 0:
             continue
-        failed.append(name)
+        failed.append(stage)
         if stage == "build":
             print("== nothing more without build")
             break
-        if stage == "smoke" and not base:
-            todo = [("probe", ""), ("smoke", FENCE), *((later, FENCE) for later, _ in todo)]
-        elif stage == "smoke":
+        if stage == "smoke":
             # no time for a wrong kernel: what is wrong with it
-            todo = [("probe", FENCE), ("memcheck", ""), ("cases", FENCE)]
+            todo = ["probe", "memcheck"]
     for stage, found in saved().items():
         if isinstance(found, dict):
             print(f"== {stage}", *found["table"], sep="\n")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
-from cuda_common import BASE, FENCE, NO_FENCE, SHALLOW, WORKERS, save
+from cuda_common import WORKERS, save
 from isolated import run_isolated
 
 VARIANT_ROWS = (0, 2, 3, 5, 6, 8, 12, 14, 15, 17, 18, 20, 23, 26)
@@ -113,7 +112,7 @@ def time_rows() -> int:
 
 
 def variants() -> int:
-    """Other shapes of the kernel, and the fence on the consumer's side, on rows of each kind."""
+    """Other shapes of the kernel on rows of each kind, and the attention without the merge."""
     from treeattn.bench.providers import tree_calls
     from treeattn.config import KernelConfig
 
@@ -121,24 +120,13 @@ def variants() -> int:
         blocks = 2 if consumers == 1 else 1
         return KernelConfig(64 * consumers, keys, 128, 4 * consumers + 4, 6, blocks, share, "tuning")
 
-    def run(macros: str, made: KernelConfig | None) -> Callable[[Any], Any]:
-        def provide(inputs: Any) -> Any:
-            os.environ["TREEATTN_CUDA_MACROS"] = macros
-            try:
-                return [tree_calls(inputs, "cuda", made)]
-            finally:
-                os.environ["TREEATTN_CUDA_MACROS"] = BASE
-
-        return provide
+    def run(made: KernelConfig | None) -> Callable[[Any], Any]:
+        return lambda inputs: [tree_calls(inputs, "cuda", made)]
 
     kinds = {f"c{c}n{n}": config(c, n) for c, n in ((1, 64), (2, 64), (2, 128), (3, 64))}
-    names = [("chosen", run(BASE, None)), *((name, run(BASE, made)) for name, made in kinds.items())]
-    names += [("attention", attention_only(run(BASE, None)))]
-    # who makes copies visible to wgmma: the producer, the consumer, nobody (which shows what a fence costs)
-    names += [(f"{name}-fence", run(FENCE, kinds[name])) for name in ("c1n64", "c2n64", "c3n64")]
-    names += [("c2n64-none", run(NO_FENCE, kinds["c2n64"]))]
-    names += [(f"{name[:2]}-shallow", run(SHALLOW, kinds[name])) for name in ("c1n64", "c3n64")]
-    names += [("c2n64-m1", run(BASE, config(2, 64, 1))), ("c3n64-m1", run(BASE, config(3, 64, 1)))]
+    names = [("chosen", run(None)), *((name, run(made)) for name, made in kinds.items())]
+    names += [("attention", attention_only(run(None)))]
+    names += [("c2n64-m1", run(config(2, 64, 1))), ("c3n64-m1", run(config(3, 64, 1)))]
     rows: list[dict[str, Any]] = []
     lines = [f"  {'batch,q,prefix,heads':24} {'floor':>7} " + " ".join(f"{name:>12}" for name, _ in names)]
     works = [work for index, (work, _) in enumerate(gqa_rows()) if index in VARIANT_ROWS]
@@ -159,6 +147,7 @@ def attention_only(provide: Callable[[Any], Any]) -> Callable[[Any], Any]:
     from treeattn.kernels.launch import LOG2_E
 
     def attend(self: Any, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scoring: Any) -> None:
+        self.attention.num_pages = k.shape[0]
         self.attention(q, k, v, k_tree, v_tree, out, lse, scoring.sm_scale * LOG2_E)
 
     def alone(call: Callable[[], Any]) -> Callable[[], Any]:

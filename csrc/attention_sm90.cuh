@@ -12,12 +12,6 @@
 #include "consumer.cuh"
 #include "producer.cuh"
 
-// Half tiles fewer on their way, for tuning: a half tile that is there is reported only once DEPTH more are asked for, and
-// these wait for slots; what the ring has beyond DEPTH is how far behind the consumers may be.
-#ifndef TREEATTN_SHALLOWER
-#define TREEATTN_SHALLOWER 0
-#endif
-
 namespace treeattn {
 
 // Registers of a thread once the roles have split: 64 K a multiprocessor in all.
@@ -36,11 +30,10 @@ struct Registers<3> {
   static constexpr int PRODUCER = 32, CONSUMER = 160;
 };
 
-template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int SLOTS, int Q_STEPS, int DEPTH>
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
 __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
-  static_assert(SLOTS >= DEPTH + 2, "the ring would stand still");
   static_assert(KEYS % 64 == 0 && HEAD_DIM % 64 == 0, "tiles are whole panels");
-  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Layout;
+  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Memory& memory = *reinterpret_cast<Memory*>(shared_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -48,23 +41,28 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   launch_dependents();
   if (threadIdx.x == 0) {
     if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      barrier_init(shared_address(&memory.full[slot]), PRODUCER_ARRIVALS);
-      barrier_init(shared_address(&memory.empty[slot]), 4 * CONSUMERS);
+    for (int half = 0; half < 2 * STAGES; ++half) {
+      barrier_init(shared_address(&memory.full[half / 2][half % 2]), PRODUCER_ARRIVALS);
+      barrier_init(shared_address(&memory.empty[half / 2][half % 2]), 4 * CONSUMERS);
+    }
+    fence_async_proxy();
+    if (p.page_rows != 0) {
+      prefetch(p.k_map);
+      prefetch(p.v_map);
     }
   }
   Cursor& at = memory.cursors[warp];
   if (lane == 0) cursor_start(at, p.work + blockIdx.x * WORK_FIELDS);
   __syncthreads();
 
-  const int group = __shfl_sync(~0u, warp / 4, 0);
+  const int group = uniform(warp / 4);
   if (group == CONSUMERS) {
     give_registers<Registers<CONSUMERS>::PRODUCER>();
-    Producer<T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH - TREEATTN_SHALLOWER> producer(p, memory);
+    Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS> producer(p, memory);
     producer.run(memory.cursors[4 * CONSUMERS + thread_in_group() / 32]);
   } else {
     take_registers<Registers<CONSUMERS>::CONSUMER>();
-    Consumer<T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS> consumer(p, memory, group, thread_in_group() / 32, thread_in_group() % 32);
+    Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS> consumer(p, memory, group, uniform(warp % 4), lane);
     consumer.run(memory.cursors[4 * group + consumer.warp]);
   }
 }
@@ -73,8 +71,8 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
 
 // One kernel: its name tells dtype, head dim, consumer warpgroups and keys of a tile. The host reads these lines for the
 // shared memory that a kernel takes (treeattn/cuda/build.py).
-#define TREEATTN_ATTENTION(NAME, T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH, BLOCKS)                      \
+#define TREEATTN_ATTENTION(NAME, T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, BLOCKS)                            \
   extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), BLOCKS)                                      \
       NAME(const __grid_constant__ treeattn::AttentionParams params) {                                             \
-    treeattn::attention_sm90<treeattn::T, HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS, DEPTH>(params);               \
+    treeattn::attention_sm90<treeattn::T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>(params);                     \
   }

@@ -4,7 +4,10 @@
 // 64-key tiles and three warpgroups would otherwise be its limit. The weights P stay in registers too.
 //
 // Scores of tile i are issued ahead of P V of tile i - 1, so that the matrix unit has work while this warpgroup computes
-// the exponentials of tile i. Scores are kept in base 2; maxima are taken before the scale, which is positive.
+// the exponentials of tile i. The loop is bound by instructions (measured: docs/performance.md), hence
+// - no work for masks in full tiles, and everything that does not differ in a warp known to the compiler as uniform;
+// - weights are 2^(score - base), and the base of a row moves only when a score exceeds it by GROWTH: the products seldom
+//   have to be scaled, nor the lanes to agree on a maximum. A weight is 2^GROWTH at most, sums are float32: nothing is lost.
 
 #pragma once
 
@@ -12,25 +15,27 @@
 
 namespace treeattn {
 
-template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int SLOTS, int Q_STEPS>
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
 struct Consumer {
-  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Layout;
+  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
   static constexpr u32 PANEL_BYTES = KEYS * PANEL_COLUMNS * 2;
   static constexpr int TILE_ROWS = 64 * CONSUMERS;
-  static constexpr int WORDS = KEYS / EDGE_KEYS;
-  static constexpr u32 Q_PANELS = Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Q_PANELS;
+  static constexpr int WORDS = KEYS / EDGE_KEYS;  // mask words of a row and tile
+  static constexpr u32 Q_PANELS = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Q_PANELS;
   static_assert(Q_STEPS % 4 == 0, "a panel of Q is in registers or in shared memory");
   static constexpr float LN2 = 0.6931471805599453f;
+  static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
+  static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
 
   const AttentionParams& p;
   Memory& memory;
   const int group, warp, lane;  // warpgroup of the block, warp of the warpgroup
   u32 q_address;
-  Place<SLOTS> place, v_place;  // of the next half tile, of the V that is being multiplied
+  Place<STAGES> place;  // of the tile whose weights are to be multiplied with V
+  Place<STAGES> v_place;  // of the tile whose V is being multiplied
   i32 local[2];   // this thread's two rows in the row tile
-  float top[2];   // maximum of the scores so far, before the scale
+  float base[2];  // of the weights of these rows, base 2
   float sum[2];   // of the weights, this thread's columns only
-  float decay[2];  // what the last tile's maximum does to earlier sums
 
   __device__ __forceinline__ Consumer(const AttentionParams& params, Memory& shared, int warpgroup, int warp_index,
                                       int lane_index)
@@ -40,17 +45,19 @@ struct Consumer {
     q_address = shared_address(memory.q) + group * (Q_PANELS * 64 * 128);
   }
 
-  __device__ __forceinline__ void wait_full(const Place<SLOTS>& at) {
-    barrier_wait(shared_address(&memory.full[at.slot()]), at.phase());
-    if (TREEATTN_CONSUMER_FENCE == 1) fence_async_proxy();
+  // K (half 0) or V (half 1) of the stage at `at` is there. What threads copied has to be made visible to wgmma; what
+  // tensor copies wrote is.
+  __device__ __forceinline__ void wait_full(const Place<STAGES>& at, int half, bool threads_copied) {
+    barrier_wait(shared_address(&memory.full[at.stage][half]), at.phase);
+    if (threads_copied) fence_async_proxy();
   }
 
-  __device__ __forceinline__ void release(const Place<SLOTS>& at) {
-    if (lane == 0) barrier_arrive(shared_address(&memory.empty[at.slot()]));
+  __device__ __forceinline__ void release(const Place<STAGES>& at, int half) {
+    if (lane == 0) barrier_arrive(shared_address(&memory.empty[at.stage][half]));
   }
 
-  __device__ __forceinline__ u32 slot_address(const Place<SLOTS>& at) const {
-    return shared_address(memory.slots[at.slot()]);
+  __device__ __forceinline__ u32 half_address(const Place<STAGES>& at, int half) const {
+    return shared_address(memory.stages[at.stage][half]);
   }
 
   // Where a packed row of Q begins.
@@ -121,8 +128,8 @@ struct Consumer {
       Product<T, HEAD_DIM, 1>::run(out, weights + 4 * step, v + ((step * 2 * ATOM_BYTES) >> 4), 1);
   }
 
-  // Mask words of this thread's rows for the edge tile whose first unit is `unit`.
-  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
+  // Only what this thread's rows see of the edge tile whose first unit is `unit`.
+  __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], const Cursor& at, i32 unit) const {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
       const i32 word = unit + i - at.tail_units;
@@ -133,69 +140,40 @@ struct Consumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const i32 row = at.row0 + local[half];
-        words[half][i] = bound;
+        u32 seen = bound;
         if (word >= 0 && bound != 0) {
           const i64 node = at.first_row + row / p.group;
-          words[half][i] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
+          seen &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
         }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], const u32 (&words)[2][WORDS]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < WORDS; ++i) {
-        const u32 mine = words[half][i] >> (lane % 4 * 2);
+        seen >>= lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
           for (int odd = 0; odd < 2; ++odd) {
             float& score = scores[4 * (4 * i + j) + 2 * half + odd];
-            score = mine >> (8 * j + odd) & 1 ? score : -infinity();
+            score = seen >> (8 * j + odd) & 1 ? score : -infinity();
           }
       }
-  }
-
-  // Scores to weights, in place; `decay` is what earlier sums are to be multiplied by.
-  __device__ __forceinline__ void softmax(float (&scores)[KEYS / 2]) {
-    const float scale = p.scale;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float best = top[half];
-#pragma unroll
-      for (int j = 0; j < KEYS / 8; ++j)
-        best = fmaxf(best, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
-      best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
-      best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
-      // a row that has seen nothing yet keeps -inf as its maximum; -inf - -inf would be NaN
-      const float finite = best == -infinity() ? 0.f : best;
-      const float base = finite * scale;
-      // 1 if the maximum stays, to the bit: top * scale - base would be fused, and leave the rounding of base behind
-      decay[half] = exp2_approx((top[half] - finite) * scale);
-      top[half] = best;
-      float part = 0.f;
-#pragma unroll
-      for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& score = scores[4 * j + 2 * half + odd];
-          score = exp2_approx(score * scale - base);
-          part += score;
-        }
-      sum[half] = sum[half] * decay[half] + part;
     }
   }
 
-  static __device__ __forceinline__ void weights_of(u32 (&weights)[KEYS / 4], const float (&scores)[KEYS / 2]) {
+  // A score exceeds its row's base by far: move the bases of this warp's rows to their maxima, and scale what there is.
+  __device__ __forceinline__ void raise(float (&out)[HEAD_DIM / 2], const float (&best)[2], bool multiplying) {
+    if (multiplying) {
+      wgmma_wait<0>();
+      pin(out);
+    }
+    float decay[2];
 #pragma unroll
-    for (int i = 0; i < KEYS / 4; ++i) weights[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
-  }
-
-  // Maxima seldom change behind the first tiles, and the products are half of this thread's registers.
-  __device__ __forceinline__ void rescale(float (&out)[HEAD_DIM / 2]) const {
-    if (!__any_sync(~0u, decay[0] != 1.f || decay[1] != 1.f)) return;
+    for (int half = 0; half < 2; ++half) {
+      float most = best[half];
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float raised = fmaxf(base[half], most * p.scale);
+      decay[half] = exp2_approx(base[half] - raised);
+      base[half] = raised;
+      sum[half] *= decay[half];
+    }
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 8; ++j) {
       out[4 * j] *= decay[0];
@@ -205,16 +183,44 @@ struct Consumer {
     }
   }
 
-  // Behind the softmax of a tile: the sums of the tiles before are done, and are scaled to the new maximum.
-  __device__ __forceinline__ void turn(float (&out)[HEAD_DIM / 2], u32 (&weights)[KEYS / 4],
-                                       const float (&scores)[KEYS / 2], bool multiplied) {
-    if (multiplied) {
-      wgmma_wait<0>();
-      pin(out);
-      release(v_place);
-      rescale(out);
+  // Scores to weights, in place. `multiplying`: a product that adds to `out` is on its way.
+  __device__ __forceinline__ void softmax(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], bool multiplying) {
+    const float scale = p.scale;
+    float best[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      best[half] = fmaxf(scores[2 * half], scores[2 * half + 1]);
+#pragma unroll
+      for (int j = 1; j < KEYS / 8; ++j)
+        best[half] = fmaxf(best[half], fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
     }
-    weights_of(weights, scores);
+    const bool exceeds = fmaxf(best[0] * scale - base[0], best[1] * scale - base[1]) > GROWTH;
+    if (__any_sync(~0u, exceeds)) raise(out, best, multiplying);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float part[2] = {0.f, 0.f};  // two chains of sums
+#pragma unroll
+      for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score = scores[4 * j + 2 * half + odd];
+          score = exp2_approx(score * scale - base[half]);
+          part[odd] += score;
+        }
+      sum[half] += part[0] + part[1];
+    }
+  }
+
+  static __device__ __forceinline__ void weights_of(u32 (&weights)[KEYS / 4], const float (&scores)[KEYS / 2]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i) weights[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+  }
+
+  // The product with V of the tile before is done, and its place is given back.
+  __device__ __forceinline__ void finish_v(float (&out)[HEAD_DIM / 2], const Place<STAGES>& at) {
+    wgmma_wait<0>();
+    pin(out);
+    release(at, 1);
   }
 
   // Rows of a whole item to `out`, of a part to its partial slot.
@@ -227,7 +233,7 @@ struct Consumer {
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
       const float inverse = total > 0.f ? 1.f / total : 0.f;
-      const float lse = total > 0.f ? top[half] * p.scale + log2_approx(total) : -infinity();
+      const float lse = total > 0.f ? base[half] + log2_approx(total) : -infinity();
       const i32 row = at.row0 + local[half];
       if (row >= at.row_end) continue;
       if (at.whole) {
@@ -248,84 +254,91 @@ struct Consumer {
     }
   }
 
+  // Scores of the first tile of an item.
+  __device__ __forceinline__ void first_tile(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2],
+                                             const u32 (&q)[4 * Q_STEPS], const Cursor& at, bool edge) {
+    wait_full(place, 0, edge || p.page_rows == 0);
+    wgmma_fence();
+    multiply_k(scores, q, half_address(place, 0));
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(scores);
+    release(place, 0);
+    if (edge) mask(scores, at, at.edge_begin);
+    softmax(scores, out, false);
+  }
+
+  // Scores of the tile behind `place` to weights, while those of the tile at `place` are multiplied with V.
+  __device__ __forceinline__ void next_tile(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], u32 (&weights)[KEYS / 4],
+                                            const u32 (&q)[4 * Q_STEPS], const Cursor& at, i32 tile, i32 full) {
+    const bool edge = tile >= full;
+    // Not at the end of the tile before: were the wait for P V in one straight line with the exponentials that are to run
+    // under the product, ptxas would move it up ahead of them.
+    if (tile > 1) finish_v(out, v_place);
+    weights_of(weights, scores);
+    const Place<STAGES> next = place.next();
+    wait_full(next, 0, edge || p.page_rows == 0);
+    pin(scores);
+    pin(out);
+    wgmma_fence();
+    multiply_k(scores, q, half_address(next, 0));
+    wgmma_commit();
+    wait_full(place, 1, edge || p.page_rows == 0);
+    wgmma_fence();
+    multiply_v(out, weights, half_address(place, 1));
+    wgmma_commit();
+    wgmma_wait<1>();
+    pin(scores);
+    release(next, 0);
+    v_place = place;
+    place = next;
+    if (edge) mask(scores, at, at.edge_begin + (tile - full) * (KEYS / EDGE_KEYS));
+    softmax(scores, out, true);
+  }
+
   __device__ __forceinline__ void item(const Cursor& at) {
-    if (at.row0 + group * 64 >= at.row_end) {
+    const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
+    if (uniform(at.row0) + group * 64 >= uniform(at.row_end)) {
       // none of this warpgroup's rows is there
-      for (i32 halves = 2 * at.tiles; halves > 0; --halves) {
-        wait_full(place);
-        __syncwarp();  // no lane may still look at a phase that the release lets end (elsewhere wgmma brings them together)
-        release(place);
-        place.step();
+      for (i32 tile = 0; tile < tiles; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          wait_full(place, half, false);
+          __syncwarp();  // no lane may still look at a phase that the release lets end (elsewhere wgmma brings them together)
+          release(place, half);
+        }
+        place = place.next();
       }
       return;
     }
-    u32 q[4 * Q_STEPS], weights[KEYS / 4], words[2][WORDS];
+    u32 q[4 * Q_STEPS], weights[KEYS / 4];
     float scores[KEYS / 2], out[HEAD_DIM / 2];
     load_q(q, at);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
-    top[0] = top[1] = -infinity();
+    base[0] = base[1] = LOWEST;
     sum[0] = sum[1] = 0.f;
 
-    if (at.full_tiles == 0) load_words(words, at, at.edge_begin);
-    wait_full(place);
-    wgmma_fence();
-    multiply_k(scores, q, slot_address(place));
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(scores);
-    release(place);
-    place.step();
-    if (at.full_tiles == 0) mask(scores, words);
-    softmax(scores);
-
-    // `place` is V of the tile whose weights are in `scores`; K of the next tile is behind it
+    first_tile(scores, out, q, at, full == 0);
 #pragma unroll 1
-    for (i32 tile = 1; tile < at.tiles; ++tile) {
-      const bool masked = tile >= at.full_tiles;
-      if (masked) load_words(words, at, at.edge_begin + (tile - at.full_tiles) * (KEYS / EDGE_KEYS));
-      turn(out, weights, scores, tile > 1);
-      Place<SLOTS> k_place = place;
-      k_place.step();
-      wait_full(k_place);
-      pin(scores);
-      pin(out);
-      wgmma_fence();
-      multiply_k(scores, q, slot_address(k_place));
-      wgmma_commit();
-      wait_full(place);
-      wgmma_fence();
-      multiply_v(out, weights, slot_address(place));
-      wgmma_commit();
-      wgmma_wait<1>();
-      pin(scores);
-      release(k_place);
-      v_place = place;
-      place = k_place;
-      place.step();
-      if (masked) mask(scores, words);
-      softmax(scores);
-      // The end of the loop: were the wait for P V in the same straight line of code, ptxas would move it up ahead of the
-      // exponentials that are to run under the product.
-    }
-    turn(out, weights, scores, at.tiles > 1);
-    wait_full(place);
+    for (i32 tile = 1; tile < tiles; ++tile) next_tile(scores, out, weights, q, at, tile, full);
+    if (tiles > 1) finish_v(out, v_place);
+    weights_of(weights, scores);
+    wait_full(place, 1, true);
     pin(out);
     wgmma_fence();
-    multiply_v(out, weights, slot_address(place));
+    multiply_v(out, weights, half_address(place, 1));
     wgmma_commit();
-    wgmma_wait<0>();
-    pin(out);
-    release(place);
-    place.step();
+    finish_v(out, place);
+    place = place.next();
     store(out, at);
   }
 
   __device__ __forceinline__ void run(Cursor& at) {
-    while (at.left > 0) {
+    while (uniform(at.left) > 0) {
       if (lane == 0) cursor_place<KEYS>(at, p);
       __syncwarp();
-      if (at.nodes > 0) item(at);
+      if (uniform(at.nodes) > 0) item(at);
       __syncwarp();
       if (lane == 0) cursor_advance<TILE_ROWS>(at, p);
       __syncwarp();

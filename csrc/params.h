@@ -12,7 +12,13 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
+// A tensor map of the driver (CUtensorMap): a cache as [pages, kv heads, slots of a page, head_dim], boxes of 64 dims.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
 struct AttentionParams {
+  TensorMap k_map, v_map;  // read where page_rows is not 0
   const void* q;        // [total_q, num_qo_heads, head_dim]
   const void* k;        // paged cache
   const void* v;        // paged cache
@@ -49,6 +55,7 @@ struct AttentionParams {
   i32 wide_table;  // 1: `table` is int64, 0: int32
   i32 wide_indptr; // the same of `kv_indptr`
   i32 wide_slots;  // the same of `tree_slots`
+  i32 page_rows;   // slots of a page that a tensor map's box holds, 8 to 64; 0: the cache is copied without tensor maps
 };
 
 }  // namespace treeattn

@@ -1,7 +1,10 @@
-// The producer warpgroup: brings K and V of the block's items into the ring, 16 bytes a thread and copy.
+// The producer warpgroup: brings K and V of the block's items into the ring.
 //
-// Each warp copies a quarter of a tile's keys. One lane finds out where a key is (page, or slot, or row of the fresh
-// tensors) and tells the lanes that copy its row, so that page ids are read and multiplied once a key.
+// Full tiles of the prefix come by tensor copies, which one warp asks for, a box of a page at a time. Where no tensor map
+// can be made (pages of less than 8 slots or of an odd number, odd strides), and at the end of the prefix and in the tree, where a row that nobody
+// sees must not be read, all four warps copy: each a quarter of a tile's keys, 16 bytes a thread and copy. One lane finds
+// out where a key is (page, or slot, or row of the fresh tensors) and tells the lanes that copy its row, so that page ids
+// are read and multiplied once a key.
 
 #pragma once
 
@@ -15,9 +18,9 @@ struct KeyAddress {
   u64 k, v;
 };
 
-template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int SLOTS, int Q_STEPS, int DEPTH>
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
 struct Producer {
-  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, SLOTS, Q_STEPS>::Layout;
+  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
   static constexpr int WARP_KEYS = KEYS / 4;
   static_assert(EDGE_KEYS % WARP_KEYS == 0, "a warp's keys are of one edge unit");
   static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
@@ -28,7 +31,7 @@ struct Producer {
   const AttentionParams& p;
   Memory& memory;
   u32 warp = 0, lane = 0;
-  Place<SLOTS> place;
+  Place<STAGES> place;
 
   __device__ __forceinline__ Producer(const AttentionParams& params, Memory& shared) : p(params), memory(shared) {}
 
@@ -38,33 +41,34 @@ struct Producer {
     lane = thread % 32;
   }
 
-  // Report the oldest pending half tile: its copies are there, in the view of wgmma.
-  __device__ __forceinline__ void signal() {
-    fence_async_proxy();
-    __syncwarp();
-    const u32 back = place.pending();
-    const u32 slot = place.slot() >= back ? place.slot() - back : place.slot() + SLOTS - back;
-    if (lane == 0) barrier_arrive(shared_address(&memory.full[slot]));
-    place.bits -= place.PENDING;
+  // Wait until a half of the stage at `place` may be written, and say where it is.
+  __device__ __forceinline__ u32 wait_empty(u32 half) {
+    barrier_wait(shared_address(&memory.empty[place.stage][half]), place.phase ^ 1);
+    return shared_address(memory.stages[place.stage][half]);
   }
 
-  // Copy the rows at `address` (of lane r: row r of this warp) to the next slot of the ring.
-  __device__ __forceinline__ void copy(u64 address) {
-    find_thread();
-    barrier_wait(shared_address(&memory.empty[place.slot()]), place.phase() ^ 1);
-    u32 slot = shared_address(memory.slots[place.slot()]);
+  // A checked build: a half tile that was given back too early shows as NaN. By the lanes of `warps` warps.
+  __device__ __forceinline__ void spoil(u32 to, u32 warps) {
 #if TREEATTN_CANARY
-    // a slot that was given back too early shows as NaN
-    for (u32 at = (warp * 32 + lane) * 16; at < sizeof(memory.slots[0]); at += 128 * 16)
-      store_shared_16(slot + at, ~0u, ~0u, ~0u, ~0u);
-    warpgroup_sync(1);
+    for (u32 at = (warp % warps * 32 + lane) * 16; at < KEYS * HEAD_DIM * 2; at += warps * 32 * 16)
+      store_shared_16(to + at, ~0u, ~0u, ~0u, ~0u);
+    if (warps == 4) warpgroup_sync(1);
+    fence_async_proxy();
+    __syncwarp();
 #endif
 #if TREEATTN_DELAY
     if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);
 #endif
+  }
+
+  // Copy the rows at `address` (of lane r: row r of this warp) to a half of the stage at `place`.
+  __device__ __forceinline__ void copy(u64 address, u32 half) {
+    find_thread();
+    const u32 begin = wait_empty(half);
+    spoil(begin, 4);
     // row r of a copy of COPY_ROWS rows; the swizzle's bits of its later copies are disjoint from those of the first
     const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
-    const u32 to = slot + chunk / 8 * (KEYS * 128) + (warp * WARP_KEYS + part) * 128 + ((chunk % 8 ^ part) << 4);
+    const u32 to = begin + chunk / 8 * (KEYS * 128) + (warp * WARP_KEYS + part) * 128 + ((chunk % 8 ^ part) << 4);
 #pragma unroll
     for (u32 i = 0; i < COPIES; ++i) {
       u64 from = __shfl_sync(~0u, address, i * COPY_ROWS + part);
@@ -72,28 +76,7 @@ struct Producer {
       from = (from & ~1ull) + chunk * 16;
       copy_async_16((to ^ (i * COPY_ROWS % 8 << 4)) + i * (COPY_ROWS * 128), from, bytes);
     }
-#if TREEATTN_CONSUMER_FENCE
-    copy_async_arrive(shared_address(&memory.full[place.slot()]));
-    place.step();
-#else
-    copy_async_commit();
-    place.step();
-    place.bits += place.PENDING;
-    if (place.pending() > DEPTH) {
-      copy_async_wait<DEPTH>();
-      signal();
-    }
-#endif
-  }
-
-  // Report what is still on its way, each half tile as it comes: at the end only, since the ring goes on from item to item.
-  template <int PENDING>
-  __device__ __forceinline__ void drain() {
-    if (place.pending() > PENDING) {
-      copy_async_wait<PENDING>();
-      signal();
-    }
-    if constexpr (PENDING > 0) drain<PENDING - 1>();
+    copy_async_arrive(shared_address(&memory.full[place.stage][half]));
   }
 
   static __device__ __forceinline__ u32 index_at(const void* list, u64 index, i32 wide) {
@@ -167,26 +150,74 @@ struct Producer {
     reload(pages, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
   }
 
-  __device__ __forceinline__ void item(const Cursor& at) {
-    find_thread();
+  // Full tiles by tensor copies: a lane for each box of a half tile.
+  __device__ __forceinline__ void full_boxes(const Cursor& at) {
+    const u32 rows = p.page_rows, boxes = KEYS / rows, all = at.full_tiles * boxes;
+    const u32 panel = lane / boxes, box = lane % boxes, head = at.kv_head;
+    u32 pages = 0;
+#pragma unroll 1
+    for (u32 first = 0; first < all; first += boxes) {
+      // lane r has the page of box r of the next 32
+      if (first % 32 == 0) {
+        const u32 position = at.unit * KEYS + (first + lane) * rows;
+        if (first + lane < all) pages = index_at(p.table, at.first_page + page_of(position), p.wide_table);
+      }
+      const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
+      const u32 position = at.unit * KEYS + (first + box) * rows, within = position - page_of(position) * p.page_size;
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage][half]);
+        spoil(to, 1);
+        if (lane == 0) {
+          barrier_expect(barrier, KEYS * HEAD_DIM * 2);
+          barrier_arrive(barrier, PRODUCER_ARRIVALS - 1);
+        }
+        __syncwarp();
+        if (panel < HEAD_DIM / 64)
+          copy_box(to + panel * (KEYS * 128) + box * rows * 128, half == 0 ? p.k_map : p.v_map, panel * 64, within, head,
+                   page, barrier);
+      }
+      place = place.next();
+    }
+  }
+
+  // Full tiles without tensor maps.
+  __device__ __forceinline__ void full_rows(const Cursor& at) {
     // Page ids are read behind the last use of those before, ahead of the copies of that tile. (A second register of them
     // would have to be moved to the first, which waits for its load, or spills where a producer has 32.)
     u32 pages = 0;
     load_pages(pages, at, 0);
 #pragma unroll 1
-    for (i32 tile = 0; tile < at.tiles; ++tile) {
+    for (i32 tile = 0; tile < at.full_tiles; ++tile) {
       find_thread();
-      KeyAddress address;
-      if (tile < at.full_tiles) {
-        const u32 page = __shfl_sync(~0u, pages, tile % PAGE_TILES * WARP_KEYS + lane % WARP_KEYS);
-        address = cached(page, position_at(at, tile), at.kv_head);
-        if (tile % PAGE_TILES == PAGE_TILES - 1) load_pages(pages, at, tile + 1);
-      } else {
-        address = edge(at, at.edge_begin + (tile - at.full_tiles) * (KEYS / EDGE_KEYS));
-      }
-      // one place in the code for all copies
+      const u32 page = __shfl_sync(~0u, pages, tile % PAGE_TILES * WARP_KEYS + lane % WARP_KEYS);
+      const KeyAddress address = cached(page, position_at(at, tile), at.kv_head);
+      if (tile % PAGE_TILES == PAGE_TILES - 1) load_pages(pages, at, tile + 1);
 #pragma unroll 1
-      for (i32 half = 0; half < 2; ++half) copy(half == 0 ? address.k : address.v);
+      for (u32 half = 0; half < 2; ++half) copy(half == 0 ? address.k : address.v, half);
+      place = place.next();
+    }
+  }
+
+  __device__ __forceinline__ void item(const Cursor& at) {
+    find_thread();
+    if (p.page_rows == 0) {
+      full_rows(at);
+    } else {
+      if (warp == 0)
+        full_boxes(at);
+      else
+        place.skip(at.full_tiles);
+      // The other warps have not seen how far the ring has come, and a phase tells odd from even only.
+      if (at.tiles > at.full_tiles) warpgroup_sync(1);
+    }
+#pragma unroll 1
+    for (i32 tile = at.full_tiles; tile < at.tiles; ++tile) {
+      find_thread();
+      const KeyAddress address = edge(at, at.edge_begin + (tile - at.full_tiles) * (KEYS / EDGE_KEYS));
+#pragma unroll 1
+      for (u32 half = 0; half < 2; ++half) copy(half == 0 ? address.k : address.v, half);
+      place = place.next();
     }
   }
 
@@ -205,9 +236,7 @@ struct Producer {
       if (lane == 0) cursor_advance<64 * CONSUMERS>(at, p);
       __syncwarp();
     }
-    find_thread();
-    drain<DEPTH - 1>();
-    // no thread ends with copies on their way, those that arrive by themselves included
+    // no thread ends with copies on their way
     copy_async_wait_all();
   }
 };

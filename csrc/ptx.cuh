@@ -29,6 +29,12 @@ __device__ __forceinline__ u32 thread_in_group() {
   return thread % 128;
 }
 
+// Lane 0's number, which the compiler then knows to be the same in all lanes.
+template <class T>
+__device__ __forceinline__ T uniform(T number) {
+  return __shfl_sync(~0u, number, 0);
+}
+
 // --- barriers -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
@@ -37,6 +43,16 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 times) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0], %1;\n\t}" ::"r"(barrier), "r"(times)
+               : "memory");
+}
+
+// Arrive once, and let the barrier wait for so many bytes of tensor copies.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
@@ -75,8 +91,6 @@ __device__ __forceinline__ void copy_async_16(u32 to, u64 from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 // Read a number from global memory in place, if it is there. Written so that it stays in one register: a copy of one to
 // another waits for the load.
 __device__ __forceinline__ void reload(u32& number, const u32* from, bool there) {
@@ -97,18 +111,26 @@ __device__ __forceinline__ void store_pair(float* to, float a, float b) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
 }
 
-// At most PENDING of this thread's latest groups are still on their way.
-template <int PENDING>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// None of this thread's copies is on its way, in a group or not.
+// None of this thread's copies is on its way.
 __device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // This thread's copies so far arrive at the barrier when they are there, as one arrival.
 __device__ __forceinline__ void copy_async_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// A box of a tensor map to shared memory, in the map's swizzle, by one thread: 64 dims from `dim` on of slots from `slot`
+// on, of a head and a page. The barrier is told of its bytes.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page,
+                                         u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
+          "r"(to), "l"(&map), "r"(dim), "r"(slot), "r"(head), "r"(page), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // --- registers and dependent launches -------------------------------------------------------------------------------

@@ -12,7 +12,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <vector>
 
 #include <ucontext.h>
@@ -54,7 +53,6 @@ struct Fiber {
   jmp_buf here;
   std::vector<char> stack;
   bool started = false, done = false;
-  std::deque<std::vector<Copy>> groups;
   std::vector<Copy> open;
 };
 
@@ -82,7 +80,6 @@ inline bool run_block(int threads, void (*kernel)()) {
     Fiber& fiber = fibers[i];
     fiber.stack.resize(STACK);
     fiber.started = fiber.done = false;
-    fiber.groups.clear();
     fiber.open.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -201,23 +198,40 @@ inline u32 shared_address(const void* pointer) {
   return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared_bytes);
 }
 
-// A barrier: arrivals that it takes, those that are missing, and how often it has completed.
+template <class T>
+inline T uniform(T number) {
+  return __shfl_sync(~0u, number, 0);
+}
+
+// A barrier: arrivals that it takes, those that are missing, bytes that are, and how often it has completed.
 struct Barrier {
-  unsigned short wanted, missing;
-  u32 completed;
+  unsigned char wanted, missing;
+  unsigned short completed;
+  i32 bytes;
 };
 
 inline Barrier& barrier_at(u32 address) { return *reinterpret_cast<Barrier*>(shared_bytes + address); }
 inline void barrier_init(u32 barrier, u32 arrivals) {
-  barrier_at(barrier) = {static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0};
+  barrier_at(barrier) = {static_cast<unsigned char>(arrivals), static_cast<unsigned char>(arrivals), 0, 0};
 }
-inline void barrier_arrive(u32 barrier) {
+inline void barrier_turn(Barrier& at) {
+  if (at.missing != 0 || at.bytes != 0) return;
+  at.missing = at.wanted;
+  at.completed += 1;
+  progress += 1;
+}
+inline void barrier_arrive(u32 barrier, u32 times = 1) {
   Barrier& at = barrier_at(barrier);
-  if (--at.missing == 0) {
-    at.missing = at.wanted;
-    at.completed += 1;
-    progress += 1;
+  if (times > at.missing) {
+    std::fprintf(stderr, "%u arrivals where %d are missing\n", times, at.missing);
+    std::abort();
   }
+  at.missing -= times;
+  barrier_turn(at);
+}
+inline void barrier_expect(u32 barrier, u32 bytes) {
+  barrier_at(barrier).bytes += bytes;
+  barrier_arrive(barrier);
 }
 inline void barrier_wait(u32 barrier, u32 parity) {
   while (barrier_at(barrier).completed % 2 == parity) yield();
@@ -231,22 +245,29 @@ inline void copy_now(const Copy& copy) {
     std::memset(shared_bytes + copy.to, 0, 16);
 }
 inline void copy_async_16(u32 to, u64 from, u32 bytes) { fibers[running].open.push_back({to, from, bytes}); }
-inline void copy_async_commit() {
-  fibers[running].groups.push_back(fibers[running].open);
+inline void copy_async_wait_all() {
+  for (const Copy& copy : fibers[running].open) copy_now(copy);
   fibers[running].open.clear();
 }
-template <int PENDING>
-inline void copy_async_wait() {
-  auto& groups = fibers[running].groups;
-  while (groups.size() > PENDING) {
-    for (const Copy& copy : groups.front()) copy_now(copy);
-    groups.pop_front();
-  }
+// The words of a map here: address, shape (4, innermost first), byte strides (3), box (4). 16-bit numbers.
+inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page, u32 barrier) {
+  const u64* words = map.words;
+  for (u64 row = 0; row < words[9]; ++row)
+    for (u64 column = 0; column < words[8]; ++column) {
+      const u64 at[4] = {dim + column, slot + row, static_cast<u64>(head), static_cast<u64>(page)};
+      unsigned short number = 0;
+      if (at[0] < words[1] && at[1] < words[2] && at[2] < words[3] && at[3] < words[4])
+        std::memcpy(&number, reinterpret_cast<const char*>(words[0]) + 2 * at[0] + at[1] * words[5] + at[2] * words[6] +
+                                 at[3] * words[7], 2);
+      u32 place = to + row * 128 + column * 2;
+      place ^= (place >> 7 & 7) << 4;
+      std::memcpy(shared_bytes + place, &number, 2);
+    }
+  Barrier& at = barrier_at(barrier);
+  at.bytes -= words[8] * words[9] * 2;
+  barrier_turn(at);
 }
-inline void copy_async_wait_all() {
-  copy_async_commit();
-  copy_async_wait<0>();
-}
+inline void prefetch(const TensorMap&) {}
 inline void copy_async_arrive(u32 barrier) {
   for (const Copy& copy : fibers[running].open) copy_now(copy);
   fibers[running].open.clear();

@@ -18,7 +18,7 @@ import torch
 
 from treeattn.cuda.build import kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
-from treeattn.cuda.launch import fill, params_of
+from treeattn.cuda.launch import CacheMaps, bind_maps, fill, params_of
 from treeattn.kernels import launch as launching
 from treeattn.plan import Step
 from treeattn.testing import Case, Placement, build_case, check_case, draw_tree, random_case
@@ -28,7 +28,7 @@ HOST = Path(__file__).resolve().parent.parent / "cuda_host"
 pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
 
 
-@pytest.fixture(scope="module", params=["", "-DTREEATTN_CONSUMER_FENCE=1", "-DTREEATTN_CANARY=1"])
+@pytest.fixture(scope="module", params=["", "-DTREEATTN_CANARY=1"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("cuda_host")
     for path in source_dir().iterdir():
@@ -47,17 +47,25 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return loaded
 
 
+def host_map(to: Any, dtype: int, address: int, *numbers: Any) -> None:
+    """In place of the driver's encoding: what `copy_box` of tests/cuda_host/ptx.cuh reads."""
+    for index, number in enumerate((address, *(number for part in numbers for number in part))):
+        to.words[index] = number
+
+
 class HostAttention:
     """In place of the launch of Triton's attention kernel."""
 
     def __init__(self, library: Any, step: Step, *tensors: Any) -> None:
         self.library, self.step, self.params = library, step, params_of(step, *tensors)
+        self.maps = CacheMaps(step, tensors[-1])
 
     def __call__(self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float,
                  *rest: Any) -> None:  # fmt: skip
         config = self.step.config
         assert config is not None
         fill(self.params, q, k, v, k_tree, v_tree, out, lse, scale)
+        bind_maps(self.params, self.maps, k.shape[0])
         name = variant_of(self.step, config).name.encode()
         address = ctypes.addressof(self.params)
         assert self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps), "a standstill"
@@ -74,6 +82,7 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             self.attention: Any = HostAttention(library, step, q, k_tree, v_tree, out, lse, rest["cache_strides"])
 
     monkeypatch.setattr(launching, "LayerLaunch", HostLayerLaunch)
+    monkeypatch.setattr("treeattn.cuda.launch.encode_tensor_map", host_map)
     planning = sys.modules["treeattn.plan"]
     monkeypatch.setattr(planning, "group_config", lambda arch, geometry, width: cuda_config(geometry, width))
 
@@ -97,6 +106,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "fresh": {"q_lens": [17], "prefixes": [100], "heads": (8, 1), "tree_kv": "fresh"},
     "ragged": {"q_lens": [1, 8, 40, 3], "prefixes": [0, 63, 150, 5], "heads": (8, 1), "page_size": 16,
                "table": "block"},
+    "boxes-of-8": {"q_lens": [17], "prefixes": [413], "heads": (4, 2), "page_size": 8, "table": "block"},
+    "rows": {"q_lens": [9], "prefixes": [333], "heads": (8, 1), "head_dim": 128, "page_size": 12},
     "padded": {"q_lens": [17, 17, 17], "prefixes": [65, 0, 300], "heads": (4, 1), "nodes": [17, 1, 9],
                "page_size": 64},
 }  # fmt: skip

@@ -42,18 +42,17 @@ class KernelShape(NamedTuple):
     head_dim: int
     consumers: int
     keys: int
-    slots: int
+    stages: int
     q_steps: int
-    depth: int
     blocks: int
 
     @property
     def shared_bytes(self) -> int:
         """Size of ``Shared::Layout`` (csrc/ring.cuh), which a compile test compares with the compiler's."""
-        ring = self.slots * self.keys * self.head_dim * 2
+        ring = 2 * self.stages * self.keys * self.head_dim * 2
         panels = (self.head_dim // 16 - self.q_steps) // 4
         q = max(self.consumers * panels * PANEL_BYTES, 16)
-        rest = 2 * 8 * self.slots + 4 * (self.consumers + 1) * CURSOR_BYTES
+        rest = 4 * 8 * self.stages + 4 * (self.consumers + 1) * CURSOR_BYTES
         return -(-(ring + q + rest) // ATOM_BYTES) * ATOM_BYTES
 
 

@@ -6,11 +6,14 @@ Everything happens in the context that is current, which torch has made for its 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+FLOAT16, BFLOAT16 = 6, 9  # CU_TENSOR_MAP_DATA_TYPE_*
+NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO = 0, 3, 3, 0  # CU_TENSOR_MAP_*
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 NUM_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 LOCAL_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
@@ -43,6 +46,9 @@ def driver() -> Any:
     library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [
         ctypes.POINTER(ctypes.c_int), pointer, ctypes.c_int, ctypes.c_size_t,
     ]  # fmt: skip
+    library.cuTensorMapEncodeTiled.argtypes = [
+        pointer, ctypes.c_int, unsigned, pointer, *[ctypes.c_void_p] * 4, *[ctypes.c_int] * 4,
+    ]  # fmt: skip
     library.cuDeviceGet.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
     library.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(pointer), ctypes.c_int]
     library.cuCtxSetCurrent.argtypes = [pointer]
@@ -68,6 +74,34 @@ def _primary_context(device_index: int) -> ctypes.c_void_p:
 def make_current(device_index: int) -> None:
     """Give this thread the context that torch uses: a thread whose first CUDA call is a launch of ours has none."""
     check("cuCtxSetCurrent", driver().cuCtxSetCurrent(_primary_context(device_index)))
+
+
+def encode_tensor_map(
+    to: Any, dtype: int, address: int, shape: Sequence[int], byte_strides: Sequence[int], box: Sequence[int]
+) -> None:
+    """Write the tensor map of a tensor to `to`, for boxes of it in the 128-byte swizzle; out of bounds is 0.
+
+    Parameters
+    ----------
+    to : ctypes structure of 128 bytes, at a multiple of 64
+    dtype : int
+        `FLOAT16` or `BFLOAT16`.
+    address : int
+        Multiple of 16.
+    shape, box : sequence of int
+        The innermost axis first.
+    byte_strides : sequence of int
+        Of all axes but the innermost; multiples of 16.
+    """
+    rank = len(shape)
+    check(
+        "cuTensorMapEncodeTiled",
+        driver().cuTensorMapEncodeTiled(
+            ctypes.byref(to), dtype, rank, address, (ctypes.c_uint64 * rank)(*shape),
+            (ctypes.c_uint64 * (rank - 1))(*byte_strides), (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank), NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO,
+        ),
+    )  # fmt: skip
 
 
 class Module:

@@ -6,7 +6,9 @@ A call costs one driver call: the params struct is kept, and only addresses and 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,12 +19,28 @@ from ..kernels.launch import LayerLaunch
 from ..plan import Step
 from ..scoring import Scoring
 from .build import build, kernels_in
-from .config import Variant, variant_of
-from .driver import INVALID_CONTEXT, Function, Module, check, driver, make_current
-from .params import Q_SIGNS, AttentionParams, division
+from .config import KEYS, Variant, variant_of
+from .driver import (
+    BFLOAT16,
+    FLOAT16,
+    INVALID_CONTEXT,
+    Function,
+    Module,
+    check,
+    driver,
+    encode_tensor_map,
+    make_current,
+)
+from .params import Q_SIGNS, AttentionParams, TensorMap, division
 
 ROW_BYTES = 16
 """What a copy moves at once: rows of K and V start at multiples of it."""
+BOX_DIMS = 64
+"""Dims of a tensor copy's box: 128 bytes, the row of the swizzle."""
+MAX_STRIDE = 2**40
+"""What a tensor map's strides, in bytes, must stay below."""
+MOST_MAPS = 1024
+"""Pairs of caches whose tensor maps a launch keeps: more than a model has layers."""
 
 
 @cache
@@ -123,6 +141,47 @@ def params_of(
     return params
 
 
+def box_rows(page_size: int) -> int:
+    """Slots of a page that a tensor copy brings at once; 0 where there is none: 8 rows are the period of the swizzle.
+
+    >>> box_rows(16), box_rows(48), box_rows(256), box_rows(1)
+    (16, 16, 64, 0)
+    """
+    rows = math.gcd(page_size, KEYS)
+    return rows if rows >= 8 else 0
+
+
+class CacheMaps:
+    """Tensor maps of the K and V caches of a step's layers, made once for each pair of them."""
+
+    def __init__(self, step: Step, cache_strides: tuple[int, ...]) -> None:
+        self.page_size, self.kv_heads, self.head_dim = step.kv.page_size, step.num_kv_heads, step.head_dim
+        self.dtype = BFLOAT16 if step.dtype == torch.bfloat16 else FLOAT16
+        self.strides = [2 * stride for stride in cache_strides]  # page, slot, head: of K, of V
+        usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
+        self.rows = box_rows(self.page_size) if usable else 0
+        self.made: dict[tuple[int, int, int], tuple[TensorMap, TensorMap]] = {}
+
+    def bind(self, params: AttentionParams, k: int, v: int, num_pages: int) -> None:
+        """Write the maps of caches at these addresses to the params struct."""
+        key = (k, v, num_pages)
+        maps = self.made.get(key)
+        if maps is None:
+            if len(self.made) >= MOST_MAPS:
+                self.made.clear()
+            pair = ((k, self.strides[:3]), (v, self.strides[3:]))
+            k_map, v_map = (self._encode(address, num_pages, strides) for address, strides in pair)
+            maps = self.made[key] = (k_map, v_map)
+        params.k_map, params.v_map = maps
+
+    def _encode(self, address: int, num_pages: int, strides: Sequence[int]) -> TensorMap:
+        page, slot, head = strides
+        made = TensorMap()
+        shape = (self.head_dim, self.page_size, self.kv_heads, num_pages)
+        encode_tensor_map(made, self.dtype, address, shape, (slot, head, page), (BOX_DIMS, self.rows, 1, 1))
+        return made
+
+
 def fill(
     params: AttentionParams, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float
 ) -> None:
@@ -156,6 +215,8 @@ class AttentionLaunch:
         self.function = prepare(step)
         self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
         self.params = params_of(step, q, k_tree, v_tree, out, lse, cache_strides)
+        self.maps = CacheMaps(step, cache_strides)
+        self.num_pages = 0  # of the caches of the next call
         # cuLaunchKernel reads the struct before it returns
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self.shape = (step.num_programs, 1, 1, 32 * step.config.num_warps, 1, 1, self.function.shared_bytes)
@@ -170,6 +231,7 @@ class AttentionLaunch:
                 self(q, k, v, k_tree, v_tree, out, lse, scale)
             return
         fill(self.params, q, k, v, k_tree, v_tree, out, lse, scale)
+        bind_maps(self.params, self.maps, self.num_pages)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, self.arguments, None)
         if code == INVALID_CONTEXT:
@@ -177,6 +239,13 @@ class AttentionLaunch:
             code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, self.arguments, None)
         if code != 0:
             check(f"launch of {self.function.name}", code)
+
+
+def bind_maps(params: AttentionParams, maps: CacheMaps, num_pages: int) -> None:
+    """Let the kernel copy by tensor maps, if it can, from the caches that :func:`fill` has named."""
+    params.page_rows = maps.rows if num_pages > 0 else 0
+    if params.page_rows:
+        maps.bind(params, params.k, params.v, num_pages)
 
 
 def _address(tensor: Any) -> int:
@@ -204,3 +273,18 @@ class CudaLayerLaunch(LayerLaunch):
     ) -> None:
         super().__init__(step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail)
         self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, cache_strides)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor | None,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        scoring: Scoring,
+    ) -> None:
+        """Attention of one layer, then its merge, on the current stream."""
+        self.attention.num_pages = k_cache.shape[0]
+        super().__call__(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)

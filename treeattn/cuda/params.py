@@ -25,18 +25,30 @@ NUMBERS = (
     ("wide_table", ctypes.c_int32),
     ("wide_indptr", ctypes.c_int32),
     ("wide_slots", ctypes.c_int32),
+    ("page_rows", ctypes.c_int32),
 )
+ALIGNMENT = 64
+"""Of the struct, for its tensor maps: its size is a multiple."""
 Q_SIGNS = 0x80008000
 """The sign bits of two 16-bit numbers."""
+
+
+class TensorMap(ctypes.Structure):
+    """A ``CUtensorMap``: what the driver makes of a tensor's address, shape and strides, for tensor copies."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
 class AttentionParams(ctypes.Structure):
     """``treeattn::AttentionParams``; see ``csrc/params.h`` for shapes."""
 
     _fields_ = [
+        ("k_map", TensorMap),
+        ("v_map", TensorMap),
         *((name, ctypes.c_uint64) for name in POINTERS),
         *((f"stride_{name}", ctypes.c_int64) for name in STRIDES),
         *NUMBERS,
+        ("padding", ctypes.c_uint8 * (-(8 * len(POINTERS + STRIDES) + 4 * len(NUMBERS)) % ALIGNMENT)),
     ]
 
 
