@@ -19,11 +19,11 @@ template <int CONSUMERS>
 struct Registers;
 template <>
 struct Registers<1> {
-  static constexpr int PRODUCER = 40, CONSUMER = 216;
+  static constexpr int PRODUCER = 56, CONSUMER = 200;
 };
 template <>
 struct Registers<2> {
-  static constexpr int PRODUCER = 40, CONSUMER = 232;
+  static constexpr int PRODUCER = 72, CONSUMER = 216;
 };
 template <>
 struct Registers<3> {
@@ -45,25 +45,29 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
       barrier_init(shared_address(&memory.full[half / 2][half % 2]), PRODUCER_ARRIVALS);
       barrier_init(shared_address(&memory.empty[half / 2][half % 2]), 4 * CONSUMERS);
     }
+    barrier_init(shared_address(&memory.q_full), Q_ARRIVALS);
+    barrier_init(shared_address(&memory.q_empty), 4 * CONSUMERS);
+    for (int item = 0; item < ITEMS; ++item) {
+      barrier_init(shared_address(&memory.item_full[item]), 1);
+      barrier_init(shared_address(&memory.item_empty[item]), 4 * CONSUMERS + 3);  // the first warp's item is its own
+    }
     fence_async_proxy();
     if (p.page_rows != 0) {
       prefetch(p.k_map);
       prefetch(p.v_map);
     }
   }
-  Cursor& at = memory.cursors[warp];
-  if (lane == 0) cursor_start(at, p.work + blockIdx.x * WORK_FIELDS);
   __syncthreads();
 
   const int group = uniform(warp / 4);
   if (group == CONSUMERS) {
     give_registers<Registers<CONSUMERS>::PRODUCER>();
     Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS> producer(p, memory);
-    producer.run(memory.cursors[4 * CONSUMERS + thread_in_group() / 32]);
+    producer.run();
   } else {
     take_registers<Registers<CONSUMERS>::CONSUMER>();
     Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS> consumer(p, memory, group, uniform(warp % 4), lane);
-    consumer.run(memory.cursors[4 * group + consumer.warp]);
+    consumer.run();
   }
 }
 

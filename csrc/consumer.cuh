@@ -1,7 +1,7 @@
 // A consumer warpgroup: 64 packed query rows against the tiles in the ring, online softmax, rows out.
 //
-// Q stays in registers, where the products take it from: that halves the reads of shared memory of Q K^T, which with
-// 64-key tiles and three warpgroups would otherwise be its limit. The weights P stay in registers too.
+// Q stays in registers (of three warpgroups, half of it), where the products take it from: that halves the reads of
+// shared memory of Q K^T, which with 64-key tiles would otherwise be its limit. The weights P stay in registers too.
 //
 // Scores of tile i are issued ahead of P V of tile i - 1, so that the matrix unit has work while this warpgroup computes
 // the exponentials of tile i. The loop is bound by instructions (measured: docs/performance.md), hence
@@ -21,7 +21,7 @@ struct Consumer {
   static constexpr u32 PANEL_BYTES = KEYS * PANEL_COLUMNS * 2;
   static constexpr int TILE_ROWS = 64 * CONSUMERS;
   static constexpr int WORDS = KEYS / EDGE_KEYS;  // mask words of a row and tile
-  static constexpr u32 Q_PANELS = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Q_PANELS;
+  static constexpr bool ALL_Q = Q_STEPS == HEAD_DIM / 16;  // is in registers
   static_assert(Q_STEPS % 4 == 0, "a panel of Q is in registers or in shared memory");
   static constexpr float LN2 = 0.6931471805599453f;
   static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
@@ -42,63 +42,52 @@ struct Consumer {
       : p(params), memory(shared), group(warpgroup), warp(warp_index), lane(lane_index) {
     local[0] = group * 64 + warp * 16 + lane / 4;
     local[1] = local[0] + 8;
-    q_address = shared_address(memory.q) + group * (Q_PANELS * 64 * 128);
+    q_address = shared_address(memory.q[group]);
   }
 
   // K (half 0) or V (half 1) of the stage at `at` is there. What threads copied has to be made visible to wgmma; what
   // tensor copies wrote is.
   __device__ __forceinline__ void wait_full(const Place<STAGES>& at, int half, bool threads_copied) {
-    barrier_wait(shared_address(&memory.full[at.stage][half]), at.phase);
+    barrier_wait(shared_address(&memory.full[at.stage()][half]), at.phase());
     if (threads_copied) fence_async_proxy();
   }
 
   __device__ __forceinline__ void release(const Place<STAGES>& at, int half) {
-    if (lane == 0) barrier_arrive(shared_address(&memory.empty[at.stage][half]));
+    if (lane == 0) barrier_arrive(shared_address(&memory.empty[at.stage()][half]));
   }
 
   __device__ __forceinline__ u32 half_address(const Place<STAGES>& at, int half) const {
-    return shared_address(memory.stages[at.stage][half]);
+    return shared_address(memory.stages[at.stage()][half]);
   }
 
-  // Where a packed row of Q begins.
-  __device__ __forceinline__ const unsigned short* q_row(const Cursor& at, i32 row) const {
-    const u32 node = static_cast<u32>(row) / p.group, head = static_cast<u32>(row) % p.group;
-    return static_cast<const unsigned short*>(p.q) + (at.first_row + static_cast<i64>(node)) * p.stride_q_row +
-           (static_cast<i64>(at.kv_head) * p.group + head) * p.stride_q_head;
+  // This warpgroup is through with the item's Q.
+  __device__ __forceinline__ void release_q() {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&memory.q_empty));
   }
 
-  // Q of the item, the first dims as fragments in registers, the others to shared memory; rows that are not there are 0.
-  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], const Cursor& at) const {
+  // Wait for the item's Q, and bring the first dims to registers.
+  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS]) {
+    barrier_wait(shared_address(&memory.q_full), place.q_phase());
+    const u32 row = q_address + (warp * 16 + lane % 16) * 128;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const i32 row = at.row0 + local[half];
-      const bool valid = row < at.row_end;
-      const u32* from = reinterpret_cast<const u32*>(q_row(at, row)) + lane % 4;
+    for (int step = 0; step < Q_STEPS; ++step) {
+      load_blocks(q + 4 * step, row + step / 4 * (64 * 128) + ((step % 4 * 2 + lane / 16 ^ lane % 8) << 4));
 #pragma unroll
-      for (int step = 0; step < Q_STEPS; ++step) {
-        q[4 * step + half] = valid ? __ldg(from + 8 * step) ^ p.q_sign : 0;
-        q[4 * step + 2 + half] = valid ? __ldg(from + 8 * step + 4) ^ p.q_sign : 0;
-      }
+      for (int i = 0; i < 4; ++i) q[4 * step + i] ^= p.q_sign;
     }
-    if constexpr (Q_PANELS > 0) {
-      warpgroup_sync(2 + group);  // every warp is through with the Q before
-      const u32 thread = warp * 32 + lane, chunk = thread % 8;
-#pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
-        const u32 row = thread / 8 + 16 * i;
-        const bool valid = at.row0 + group * 64 + static_cast<i32>(row) < at.row_end;
-        const u32* from = reinterpret_cast<const u32*>(q_row(at, at.row0 + group * 64 + row) + Q_STEPS * 16) + chunk * 4;
-#pragma unroll
-        for (u32 panel = 0; panel < Q_PANELS; ++panel) {
+    if (ALL_Q) {
+      release_q();
+    } else {
+      if (p.q_sign != 0) {
+        for (u32 at = Q_STEPS / 4 * (64 * 128) + (warp * 32 + lane) * 16; at < 64 * HEAD_DIM * 2; at += 128 * 16) {
           u32 part[4];
-#pragma unroll
-          for (u32 j = 0; j < 4; ++j) part[j] = valid ? __ldg(from + panel * 32 + j) ^ p.q_sign : 0;
-          const u32 to = q_address + panel * (64 * 128) + row * 128 + ((chunk ^ row % 8) << 4);
-          store_shared_16(to, part[0], part[1], part[2], part[3]);
+          load_shared_16(part, q_address + at);
+          store_shared_16(q_address + at, part[0] ^ p.q_sign, part[1] ^ p.q_sign, part[2] ^ p.q_sign, part[3] ^ p.q_sign);
         }
       }
-      fence_async_proxy();
-      warpgroup_sync(2 + group);
+      fence_async_proxy();  // for what was copied, too
+      if (p.q_sign != 0) warpgroup_sync(2 + group);
     }
   }
 
@@ -108,9 +97,9 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
       const u64 k_step = k + ((step / 4 * PANEL_BYTES + step % 4 * 32) >> 4);
-      if constexpr (Q_PANELS > 0) {
+      if constexpr (!ALL_Q) {
         if (step >= Q_STEPS) {
-          const u64 a = operand(q_address, 16, ATOM_BYTES) + (((step - Q_STEPS) / 4 * 64 * 128 + step % 4 * 32) >> 4);
+          const u64 a = operand(q_address, 16, ATOM_BYTES) + ((step / 4 * 64 * 128 + step % 4 * 32) >> 4);
           Product<T, KEYS, 0>::run_shared(scores, a, k_step, step > 0);
           continue;
         }
@@ -128,8 +117,8 @@ struct Consumer {
       Product<T, HEAD_DIM, 1>::run(out, weights + 4 * step, v + ((step * 2 * ATOM_BYTES) >> 4), 1);
   }
 
-  // Only what this thread's rows see of the edge tile whose first unit is `unit`.
-  __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], const Cursor& at, i32 unit) const {
+  // Mask words of this thread's rows for the edge tile whose first unit is `unit`.
+  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
       const i32 word = unit + i - at.tail_units;
@@ -140,21 +129,29 @@ struct Consumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const i32 row = at.row0 + local[half];
-        u32 seen = bound;
+        words[half][i] = bound;
         if (word >= 0 && bound != 0) {
           const i64 node = at.first_row + row / p.group;
-          seen &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
+          words[half][i] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
         }
-        seen >>= lane % 4 * 2;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], const u32 (&words)[2][WORDS]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) {
+        const u32 mine = words[half][i] >> (lane % 4 * 2);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
           for (int odd = 0; odd < 2; ++odd) {
             float& score = scores[4 * (4 * i + j) + 2 * half + odd];
-            score = seen >> (8 * j + odd) & 1 ? score : -infinity();
+            score = mine >> (8 * j + odd) & 1 ? score : -infinity();
           }
       }
-    }
   }
 
   // A score exceeds its row's base by far: move the bases of this warp's rows to their maxima, and scale what there is.
@@ -245,10 +242,12 @@ struct Consumer {
           to[4 * j] = pack<T>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
         if (p.lse != nullptr && lane % 4 == 0) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
       } else {
-        float* to = p.partial_out + (part_row + local[half]) * HEAD_DIM + lane % 4 * 2;
+        // in the order of the fragments, 16 bytes a thread (the merge knows: treeattn/kernels/finish.py)
+        float* to = p.partial_out + (part_row + local[half]) * HEAD_DIM + lane % 4 * 4;
 #pragma unroll
-        for (int j = 0; j < HEAD_DIM / 8; ++j)
-          store_pair(to + 8 * j, out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
+        for (int j = 0; j < HEAD_DIM / 8; j += 2)
+          store_four(to + 8 * j, out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse,
+                     out[4 * j + 4 + 2 * half] * inverse, out[4 * j + 5 + 2 * half] * inverse);
         if (lane % 4 == 0) p.partial_lse[part_row + local[half]] = lse;
       }
     }
@@ -257,6 +256,8 @@ struct Consumer {
   // Scores of the first tile of an item.
   __device__ __forceinline__ void first_tile(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2],
                                              const u32 (&q)[4 * Q_STEPS], const Cursor& at, bool edge) {
+    u32 words[2][WORDS];
+    if (edge) load_words(words, at, at.edge_begin);
     wait_full(place, 0, edge || p.page_rows == 0);
     wgmma_fence();
     multiply_k(scores, q, half_address(place, 0));
@@ -264,7 +265,7 @@ struct Consumer {
     wgmma_wait<0>();
     pin(scores);
     release(place, 0);
-    if (edge) mask(scores, at, at.edge_begin);
+    if (edge) mask(scores, words);
     softmax(scores, out, false);
   }
 
@@ -272,6 +273,8 @@ struct Consumer {
   __device__ __forceinline__ void next_tile(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], u32 (&weights)[KEYS / 4],
                                             const u32 (&q)[4 * Q_STEPS], const Cursor& at, i32 tile, i32 full) {
     const bool edge = tile >= full;
+    u32 words[2][WORDS];
+    if (edge) load_words(words, at, at.edge_begin + (tile - full) * (KEYS / EDGE_KEYS));
     // Not at the end of the tile before: were the wait for P V in one straight line with the exponentials that are to run
     // under the product, ptxas would move it up ahead of them.
     if (tile > 1) finish_v(out, v_place);
@@ -292,7 +295,7 @@ struct Consumer {
     release(next, 0);
     v_place = place;
     place = next;
-    if (edge) mask(scores, at, at.edge_begin + (tile - full) * (KEYS / EDGE_KEYS));
+    if (edge) mask(scores, words);
     softmax(scores, out, true);
   }
 
@@ -300,6 +303,8 @@ struct Consumer {
     const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
     if (uniform(at.row0) + group * 64 >= uniform(at.row_end)) {
       // none of this warpgroup's rows is there
+      barrier_wait(shared_address(&memory.q_full), place.q_phase());
+        release_q();
       for (i32 tile = 0; tile < tiles; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -313,7 +318,7 @@ struct Consumer {
     }
     u32 q[4 * Q_STEPS], weights[KEYS / 4];
     float scores[KEYS / 2], out[HEAD_DIM / 2];
-    load_q(q, at);
+    load_q(q);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
     base[0] = base[1] = LOWEST;
@@ -322,6 +327,7 @@ struct Consumer {
     first_tile(scores, out, q, at, full == 0);
 #pragma unroll 1
     for (i32 tile = 1; tile < tiles; ++tile) next_tile(scores, out, weights, q, at, tile, full);
+    if (!ALL_Q) release_q();
     if (tiles > 1) finish_v(out, v_place);
     weights_of(weights, scores);
     wait_full(place, 1, true);
@@ -334,14 +340,15 @@ struct Consumer {
     store(out, at);
   }
 
-  __device__ __forceinline__ void run(Cursor& at) {
-    while (uniform(at.left) > 0) {
-      if (lane == 0) cursor_place<KEYS>(at, p);
+  __device__ __forceinline__ void run() {
+    for (;;) {
+      barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());
+      const Cursor& at = memory.items[place.item_slot()];
+      if (uniform(at.tiles) == 0) break;
+      item(at);
       __syncwarp();
-      if (uniform(at.nodes) > 0) item(at);
-      __syncwarp();
-      if (lane == 0) cursor_advance<TILE_ROWS>(at, p);
-      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
+      place.next_item();
     }
   }
 };

@@ -4,7 +4,9 @@
 // can be made (pages of less than 8 slots or of an odd number, odd strides), and at the end of the prefix and in the tree, where a row that nobody
 // sees must not be read, all four warps copy: each a quarter of a tile's keys, 16 bytes a thread and copy. One lane finds
 // out where a key is (page, or slot, or row of the fresh tensors) and tells the lanes that copy its row, so that page ids
-// are read and multiplied once a key.
+// are read and multiplied once a key. Q is copied by the warps that do not ask for boxes.
+//
+// The first warp also walks along the plan, and hands each item to the other warps of the block.
 
 #pragma once
 
@@ -26,7 +28,6 @@ struct Producer {
   static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
   static constexpr int ROW_LANES = HEAD_DIM / 8;        // lanes that copy a row, 16 bytes each
   static constexpr int COPY_ROWS = 32 / ROW_LANES;      // rows of one copy of a warp
-  static constexpr int COPIES = WARP_KEYS / COPY_ROWS;  // of a warp and half tile
 
   const AttentionParams& p;
   Memory& memory;
@@ -43,8 +44,8 @@ struct Producer {
 
   // Wait until a half of the stage at `place` may be written, and say where it is.
   __device__ __forceinline__ u32 wait_empty(u32 half) {
-    barrier_wait(shared_address(&memory.empty[place.stage][half]), place.phase ^ 1);
-    return shared_address(memory.stages[place.stage][half]);
+    barrier_wait(shared_address(&memory.empty[place.stage()][half]), place.phase() ^ 1);
+    return shared_address(memory.stages[place.stage()][half]);
   }
 
   // A checked build: a half tile that was given back too early shows as NaN. By the lanes of `warps` warps.
@@ -61,22 +62,31 @@ struct Producer {
 #endif
   }
 
+  // Copy ROWS rows, of lane r the one at `address`, COPY_ROWS at a time. `to` is of this lane's part of the first copy; the
+  // swizzle's bits of later ones are disjoint from its.
+  template <int ROWS>
+  __device__ __forceinline__ void copy_rows(u32 to, u64 address) {
+#pragma unroll
+    for (u32 row = 0; row < ROWS; row += COPY_ROWS) {
+      const u64 from = __shfl_sync(~0u, address, row + lane / ROW_LANES);
+      copy_async_16((to ^ (row % 8 << 4)) + row * 128, (from & ~1ull) + lane % ROW_LANES * 16, from & 1 ? 0 : 16);
+    }
+  }
+
   // Copy the rows at `address` (of lane r: row r of this warp) to a half of the stage at `place`.
   __device__ __forceinline__ void copy(u64 address, u32 half) {
     find_thread();
     const u32 begin = wait_empty(half);
     spoil(begin, 4);
-    // row r of a copy of COPY_ROWS rows; the swizzle's bits of its later copies are disjoint from those of the first
     const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
-    const u32 to = begin + chunk / 8 * (KEYS * 128) + (warp * WARP_KEYS + part) * 128 + ((chunk % 8 ^ part) << 4);
-#pragma unroll
-    for (u32 i = 0; i < COPIES; ++i) {
-      u64 from = __shfl_sync(~0u, address, i * COPY_ROWS + part);
-      const u32 bytes = from & 1 ? 0 : 16;
-      from = (from & ~1ull) + chunk * 16;
-      copy_async_16((to ^ (i * COPY_ROWS % 8 << 4)) + i * (COPY_ROWS * 128), from, bytes);
-    }
-    copy_async_arrive(shared_address(&memory.full[place.stage][half]));
+    copy_rows<WARP_KEYS>(begin + chunk / 8 * (KEYS * 128) + (warp * WARP_KEYS + part) * 128 + ((chunk % 8 ^ part) << 4),
+                         address);
+    copy_async_arrive(shared_address(&memory.full[place.stage()][half]));
+  }
+
+  // Where the pages of the item's request begin in the table.
+  __device__ __forceinline__ i64 first_page(const Cursor& at) const {
+    return p.kv_indptr != nullptr ? index_at(p.kv_indptr, at.request, p.wide_indptr) : at.request * p.stride_table_request;
   }
 
   static __device__ __forceinline__ u32 index_at(const void* list, u64 index, i32 wide) {
@@ -134,7 +144,7 @@ struct Producer {
       const u32 slot = index_at(p.tree_slots, at.first_row + node, p.wide_slots);
       return cached(page_of(slot), slot, at.kv_head);
     }
-    const u32 page = index_at(p.table, at.first_page + page_of(position), p.wide_table);
+    const u32 page = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
     return cached(page, position, at.kv_head);
   }
 
@@ -146,7 +156,7 @@ struct Producer {
   // Page ids of the next PAGE_TILES full tiles: lane r has that of key r % WARP_KEYS of tile r / WARP_KEYS.
   __device__ __forceinline__ void load_pages(u32& pages, const Cursor& at, i32 tile) const {
     tile += lane / WARP_KEYS;
-    const u64 index = at.first_page + page_of(position_at(at, tile));
+    const u64 index = first_page(at) + page_of(position_at(at, tile));
     reload(pages, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
   }
 
@@ -160,13 +170,13 @@ struct Producer {
       // lane r has the page of box r of the next 32
       if (first % 32 == 0) {
         const u32 position = at.unit * KEYS + (first + lane) * rows;
-        if (first + lane < all) pages = index_at(p.table, at.first_page + page_of(position), p.wide_table);
+        if (first + lane < all) pages = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
       }
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
       const u32 position = at.unit * KEYS + (first + box) * rows, within = position - page_of(position) * p.page_size;
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
-        const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage][half]);
+        const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage()][half]);
         spoil(to, 1);
         if (lane == 0) {
           barrier_expect(barrier, KEYS * HEAD_DIM * 2);
@@ -199,7 +209,26 @@ struct Producer {
     }
   }
 
+  // Q of the item, 32 rows a warp at a time; rows that are not there are 0.
+  __device__ __forceinline__ void copy_q(const Cursor& at) {
+    barrier_wait(shared_address(&memory.q_empty), place.q_phase() ^ 1);
+    const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
+#pragma unroll 1
+    for (u32 begin = (warp - 1) * 32; begin < 64 * CONSUMERS; begin += Q_ARRIVALS) {
+      const u32 row = at.row0 + begin + lane, node = row / p.group, head = at.kv_head * p.group + row % p.group;
+      u64 address = reinterpret_cast<u64>(p.q) +
+                    2 * ((at.first_row + static_cast<i64>(node)) * p.stride_q_row + static_cast<i64>(head) * p.stride_q_head);
+      if (static_cast<i32>(row) >= at.row_end) address = reinterpret_cast<u64>(p.q) | 1;
+      const u32 to = shared_address(memory.q[begin / 64]) + chunk / 8 * (64 * 128) + (begin % 64 + part) * 128 +
+                     ((chunk % 8 ^ part) << 4);
+      copy_rows<32>(to, address);
+    }
+    copy_async_arrive(shared_address(&memory.q_full));
+  }
+
   __device__ __forceinline__ void item(const Cursor& at) {
+    find_thread();
+    if (warp != 0) copy_q(at);
     find_thread();
     if (p.page_rows == 0) {
       full_rows(at);
@@ -221,20 +250,40 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ void run(Cursor& at) {
-    while (at.left > 0) {
+  // Hand the item at the cursor to the other warps.
+  __device__ __forceinline__ void publish() {
+    barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
+    if (lane == 0) cursor_find<KEYS, 64 * CONSUMERS>(memory.walk, p);
+    __syncwarp();
+    copy_item(memory.items[place.item_slot()], memory.walk, lane);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
+  }
+
+  __device__ __forceinline__ void run() {
+    find_thread();
+    if (warp == 0) {
+      if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = __ldg(p.work + blockIdx.x * WORK_FIELDS + lane);
+      __syncwarp();
+    }
+    for (;;) {
       find_thread();
-      if (lane == 0) {
-        cursor_place<KEYS>(at, p);
-        at.first_page = p.kv_indptr != nullptr ? index_at(p.kv_indptr, at.request, p.wide_indptr)
-                                               : at.request * p.stride_table_request;
+      if (warp == 0)
+        publish();
+      else
+        barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());
+      const Cursor& at = memory.items[place.item_slot()];
+      if (at.tiles == 0) break;
+      item(at);
+      find_thread();
+      __syncwarp();
+      if (warp != 0) {
+        if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
+      } else {
+        if (lane == 0) cursor_advance<64 * CONSUMERS>(memory.walk, p);
+        __syncwarp();
       }
-      __syncwarp();
-      if (at.nodes > 0) item(at);
-      find_thread();
-      __syncwarp();
-      if (lane == 0) cursor_advance<64 * CONSUMERS>(at, p);
-      __syncwarp();
+      place.next_item();
     }
     // no thread ends with copies on their way
     copy_async_wait_all();

@@ -106,9 +106,26 @@ __device__ __forceinline__ void store_shared_16(u32 to, u32 a, u32 b, u32 c, u32
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// 8 bytes to global memory.
-__device__ __forceinline__ void store_pair(float* to, float a, float b) {
-  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
+// 16 bytes of shared memory.
+__device__ __forceinline__ void load_shared_16(u32 (&to)[4], u32 from) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
+// Four 8 x 8 blocks of 16-bit numbers: `row` is of lane l row l % 8 of block l / 8. Lane l gets of each block row l / 4,
+// columns 2 (l % 4) and the next.
+__device__ __forceinline__ void load_blocks(u32* to, u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row)
+               : "memory");
+}
+
+// 16 bytes to global memory.
+__device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 // None of this thread's copies is on its way.

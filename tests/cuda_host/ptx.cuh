@@ -280,9 +280,17 @@ inline void store_shared_16(u32 to, u32 a, u32 b, u32 c, u32 d) {
   const u32 all[4] = {a, b, c, d};
   std::memcpy(shared_bytes + to, all, 16);
 }
-inline void store_pair(float* to, float a, float b) {
+inline void load_shared_16(u32 (&to)[4], u32 from) { std::memcpy(to, shared_bytes + from, 16); }
+inline void load_blocks(u32* to, u32 row) {
+  const u64* rows = warp_meets(row, 7);
+  for (int block = 0; block < 4; ++block)
+    std::memcpy(to + block, shared_bytes + rows[block * 8 + running % 32 / 4] + running % 4 * 4, 4);
+}
+inline void store_four(float* to, float a, float b, float c, float d) {
   to[0] = a;
   to[1] = b;
+  to[2] = c;
+  to[3] = d;
 }
 template <int COUNT>
 inline void take_registers() {}

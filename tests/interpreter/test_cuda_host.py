@@ -79,6 +79,7 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, step: Step, q: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scoring: Any,
                      **rest: Any) -> None:  # fmt: skip
             super().__init__(step, q, k_tree, v_tree, out, lse, scoring, **rest)
+            self.finish.arguments["FRAGMENTS"] = True
             self.attention: Any = HostAttention(library, step, q, k_tree, v_tree, out, lse, rest["cache_strides"])
 
     monkeypatch.setattr(launching, "LayerLaunch", HostLayerLaunch)

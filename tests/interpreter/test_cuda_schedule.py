@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
 
 MAIN = """
 #include <cstdio>
+#include <cstring>
 #include <vector>
 #define __device__
 #define __forceinline__ inline
@@ -37,11 +38,11 @@ template <int TILE_ROWS, int KEYS>
 static void walk(const AttentionParams& p, int programs) {
   for (int program = 0; program < programs; ++program) {
     Cursor at;
-    cursor_start(at, p.work + program * WORK_FIELDS);
-    while (at.left > 0) {
-      cursor_place<KEYS>(at, p);
-      if (at.nodes > 0)
-        std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request, at.kv_head, at.row_tile,
+    std::memcpy(&at, p.work + program * WORK_FIELDS, PLANNED_FIELDS * sizeof(i32));
+    for (;;) {
+      cursor_find<KEYS, TILE_ROWS>(at, p);
+      if (at.tiles == 0) break;
+      std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request, at.kv_head, at.row_tile,
                     at.row0, at.row_end, at.unit, at.end, at.full_tiles, at.full_units, at.tail_units, at.edge_begin,
                     at.edge_end, at.tiles, at.whole, at.first_row);
       cursor_advance<TILE_ROWS>(at, p);

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 TARGET = "sm_90a"  # wgmma and setmaxnreg exist for this very chip only
 NVCC_OPTIONS = ("-std=c++17", "-O3", "-cubin", "-gencode=arch=compute_90a,code=sm_90a")
-PANEL_BYTES = 64 * 128  # 64 rows of Q
-CURSOR_BYTES = 96
+ITEMS, CURSOR_BYTES = 4, 96  # of csrc/ring.cuh and csrc/schedule.cuh
 ATOM_BYTES = 1024
 NVRTC_OPTIONS = ("--std=c++17", f"--gpu-architecture={TARGET}")
 
@@ -50,9 +49,9 @@ class KernelShape(NamedTuple):
     def shared_bytes(self) -> int:
         """Size of ``Shared::Layout`` (csrc/ring.cuh), which a compile test compares with the compiler's."""
         ring = 2 * self.stages * self.keys * self.head_dim * 2
-        panels = (self.head_dim // 16 - self.q_steps) // 4
-        q = max(self.consumers * panels * PANEL_BYTES, 16)
-        rest = 4 * 8 * self.stages + 4 * (self.consumers + 1) * CURSOR_BYTES
+        q = self.consumers * 64 * self.head_dim * 2
+        barriers = 4 * self.stages + 2 + 2 * ITEMS
+        rest = -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
         return -(-(ring + q + rest) // ATOM_BYTES) * ATOM_BYTES
 
 

@@ -392,6 +392,7 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "CHUNK_DIMS": dims,
         "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
+        "FRAGMENTS": False,
     }
     programs = chunks * (padded(step.head_dim_v) // dims)
     return arguments, merges * programs + triton.cdiv(rows, ZERO_ROWS)
