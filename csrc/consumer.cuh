@@ -33,6 +33,7 @@ struct Consumer {
   u32 q_address;
   Place<STAGES> place;  // of the tile whose weights are to be multiplied with V
   Place<STAGES> v_place;  // of the tile whose V is being multiplied
+  bool idle = false;    // none of this warp's 16 rows is there: it only takes part in the products
   i32 local[2];   // this thread's two rows in the row tile
   float base[2];  // of the weights of these rows, base 2
   float sum[2];   // of the weights, this thread's columns only
@@ -265,8 +266,10 @@ struct Consumer {
     wgmma_wait<0>();
     pin(scores);
     release(place, 0);
-    if (edge) mask(scores, words);
-    softmax(scores, out, false);
+    if (!idle) {
+      if (edge) mask(scores, words);
+      softmax(scores, out, false);
+    }
   }
 
   // Scores of the tile behind `place` to weights, while those of the tile at `place` are multiplied with V.
@@ -295,8 +298,10 @@ struct Consumer {
     release(next, 0);
     v_place = place;
     place = next;
-    if (edge) mask(scores, words);
-    softmax(scores, out, true);
+    if (!idle) {
+      if (edge) mask(scores, words);
+      softmax(scores, out, true);
+    }
   }
 
   __device__ __forceinline__ void item(const Cursor& at) {
@@ -318,6 +323,7 @@ struct Consumer {
     }
     u32 q[4 * Q_STEPS], weights[KEYS / 4];
     float scores[KEYS / 2], out[HEAD_DIM / 2];
+    idle = uniform(at.row0) + group * 64 + warp * 16 >= uniform(at.row_end);
     load_q(q);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
