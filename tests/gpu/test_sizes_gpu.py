@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -37,6 +38,22 @@ def test_a_million_tokens(options: Options) -> None:
     checked(build_case([draw_tree("recent", 17, random.Random(3)), [-1]], [1_000_003, 5], q_lens=[17, 2], heads=(4, 1),
                        head_dim=64, dtype=torch.bfloat16, device="cuda",
                        placement=Placement(page_size=PAGE, table="block"), options=options))  # fmt: skip
+
+
+def test_sums_of_a_long_prefix_do_not_drift() -> None:
+    """Equal scores, thousands of tiles in a program: what a tile's maximum leaves as it is must stay as it is."""
+    batch, tokens, dim = 512, 2**18, 64
+    generator = torch.Generator("cuda").manual_seed(5)
+    q, row = (torch.randn(rows, 4, dim, device="cuda", generator=generator).bfloat16() for rows in (batch, 1))
+    cache = row[:, :1].expand(1, PAGE, 1, dim).contiguous()
+    table = torch.zeros(batch, tokens // PAGE + 1, dtype=torch.int32, device="cuda")
+    prefixes = torch.full((batch,), tokens, dtype=torch.int32, device="cuda")
+    layout = treeattn.TreeLayout.chain(prefixes, 1)
+    step = treeattn.plan(layout, treeattn.PagedKV(block_table=table, page_size=PAGE), 4, 1, dim, dtype=q.dtype)
+    lse = torch.empty(batch, 4, device="cuda")
+    treeattn.tree_attention(q, cache, cache, step, lse=lse, sm_scale=1.7)
+    expected = 1.7 * (q.double() @ row[0, 0].double()) + math.log(tokens + 1)
+    assert float((lse.double() - expected).abs().max()) < 1e-4
 
 
 def test_512_requests_of_mixed_widths() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import treeattn
 from treeattn import PagedKV, Step, TreeLayout
 from treeattn.kernels import plan as kernel
-from treeattn.kernels.launch import Launch
 
 EDGE = kernel.BLOCK_E.value
 KV_HEADS, DIM = 2, 16
@@ -152,14 +151,3 @@ def test_more_work_than_the_line_can_count(device: torch.device) -> None:
         layout.check()
     assert step.buffers is not None
     assert step.buffers.spans[:, 3].tolist() == [0]
-
-
-def test_a_number_of_a_compiled_launch_is_replaced() -> None:
-    """What a launch keeps once it is compiled: the arguments behind the leading ones, in the kernel's order."""
-    launch = Launch.__new__(Launch)
-    launch.kernel = type("Kernel", (), {"arg_names": ["q_ptr", "batch", "max_pages", "num_programs"]})
-    launch.arguments, launch.rest = {"batch": 1, "max_pages": 2, "num_programs": 3}, (1, 2, 3)
-    launch.run = print  # anything: it is compiled
-    launch.replace("max_pages", 9)
-    assert launch.rest == (1, 9, 3)
-    assert launch.arguments == {"batch": 1, "max_pages": 9, "num_programs": 3}

@@ -2,13 +2,14 @@
 
 Triton's own dispatch costs about 10 µs a call, most of it to find the compiled kernel again; handing it a tensor costs
 a driver call more than handing it an address. The calls of a layer repeat with the same shapes, so :class:`Launch`
-finds the kernel once and keeps every argument that stays. What Triton compiles in (divisibility of strides and
+finds the kernel once, keeps every argument that stays and leaves Triton out of later launches where it may
+(:mod:`treeattn.kernels.packed`). What Triton compiles in (divisibility of strides and
 addresses by 16) is part of what :func:`treeattn.tree_attention` keeps a :class:`LayerLaunch` by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..scoring import Scoring, scale_kind
 from ..status import Status
 from .attention import attention_kernel
 from .finish import finish_kernel
+from .packed import PackedLaunch, pack
 from .plan import plan_kernel
 
 PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan places
@@ -64,37 +66,48 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.device = kernel, (*grid, 1, 1)[:3], device
         self.arguments, self.options = arguments, options
-        self.run: Callable[..., None] | None = None
+        self.rest: dict[str, Any] = {}
+        self.compiled: Any = None
+        self.direct: PackedLaunch | None = None
 
     def __call__(self, *leading: Any) -> None:
-        """Launch on its device's current stream; a leading tensor may be an address once the kernel is compiled."""
+        """Launch on its device's current stream; once the kernel is compiled, leading tensors come as addresses."""
         index = self.device.index
+        if self.compiled is None:
+            self.first(*leading)
         # torch.cuda.current_device() is the same behind a check that CUDA is initialised, and 0.5 µs
-        if self.device.type == "cuda" and torch._C._cuda_getDevice() != index:
+        elif torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 self(*leading)
-        elif self.run is None:
-            self._first(leading)
+        elif self.direct is not None:
+            self.direct.launch(torch._C._cuda_getCurrentRawStream(index), leading)
         else:
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            self.run(*self.grid, stream, self.function, self.metadata, None, None, None, *leading, *self.rest)
+            compiled, stream = self.compiled, torch._C._cuda_getCurrentRawStream(index)
+            compiled.run(
+                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *leading,
+                *self.rest.values(),
+            )  # fmt: skip
+
+    def first(self, *leading: Any) -> None:
+        """Launch with leading tensors through Triton's own dispatch, which compiles unless another thread just has."""
+        names = self.kernel.arg_names
+        given = dict(zip(names, leading, strict=False))
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            compiled = self.kernel[self.grid](**given, **self.arguments, **self.options)
+        if backends.interpreted():
+            return
+        rest = ((name, self.arguments[name]) for name in names[len(leading) :])
+        self.rest = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in rest}
+        self.direct = pack(compiled, self.grid, self.device.index, names[: len(leading)], self.rest)
+        self.compiled = compiled
 
     def replace(self, name: str, value: int) -> None:
         """Give a number another value from now on: one that the kernel is not specialised on, and no leading one."""
         self.arguments[name] = value
-        if self.run is not None:
-            names = self.kernel.arg_names
-            at = names.index(name) - len(names) + len(self.rest)
-            self.rest = (*self.rest[:at], value, *self.rest[at + 1 :])
-
-    def _first(self, leading: tuple[Any, ...]) -> None:
-        names = self.kernel.arg_names
-        compiled = self.kernel[self.grid](**dict(zip(names, leading, strict=False)), **self.arguments, **self.options)
-        if backends.interpreted():
-            return
-        rest = (self.arguments[name] for name in names[len(leading) :])
-        self.rest = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in rest)
-        self.function, self.metadata, self.run = compiled.function, compiled.packed_metadata, compiled.run
+        if self.compiled is not None:
+            self.rest[name] = value
+            if self.direct is not None:
+                self.direct.replace(name, value)
 
 
 def window_of(step: Step) -> int:
@@ -261,10 +274,10 @@ class LayerLaunch:
         scoring: Scoring,
     ) -> None:
         """Attention of one layer, then its merge, on the current stream."""
-        if self.finish.run is None:
+        if self.finish.compiled is None:
             leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
-            self.attention(*leading)
-            self.finish(*finish_leading(leading))
+            self.attention.first(*leading)
+            self.finish.first(*finish_leading(leading))
             return
         out_at, lse_at, sinks_at = out.data_ptr(), _address(lse), _address(scoring.sinks)
         k_scale, v_scale = scoring.k_scale, scoring.v_scale

@@ -338,12 +338,14 @@ def soften(scores, row_max, row_sum, sees, sm_scale, k_factor, soft_cap, MASKED:
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     if MASKED:
         # a row that has seen nothing yet keeps -inf as its maximum; -inf - -inf would be NaN
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        finite = tl.where(new_max == -float("inf"), 0.0, new_max)
     else:
-        base = new_max
-    base = base * scale
+        finite = new_max
+    base = finite * scale
     weights = tl.exp2(scores * each - base[:, None])
-    decay = tl.exp2(row_max * scale - base)
+    # 1 to the bit where the maximum stays: row_max * scale - base would be fused and leave the rounding of base behind,
+    # from every tile anew
+    decay = tl.exp2((row_max - finite) * scale)
     if SPREAD:
         # where the matrix unit left them, a thread has all but the axes of 2 and 4: the rest is summed after the loop
         parts = tl.reshape(weights, [weights.shape[0], 2, weights.shape[1] // 16, 4, 2])

@@ -139,7 +139,7 @@ def _compiling_for(arch: int) -> Iterator[None]:
 def compile_for(
     arch: int, jit_fn: Any, args: Sequence[Any] | Mapping[str, Any], /, **options: Any
 ) -> CompileReport:
-    """Compile `jit_fn` for the chip `arch` with the installed Triton.
+    """Compile `jit_fn` for the chip `arch` with the installed Triton, and say what it needs.
 
     Parameters
     ----------
@@ -161,6 +161,22 @@ def compile_for(
     RuntimeError
         Triton runs in its interpreter, which compiles nothing.
     """
+    kernel, log = compile_kernel(arch, jit_fn, args, **options)
+    registers, spill_bytes = parse_ptxas_log(log)
+    return CompileReport(
+        arch=arch,
+        shared_bytes=kernel.metadata.shared,
+        registers=registers,
+        spill_bytes=spill_bytes,
+        cubin_bytes=len(kernel.asm["cubin"]),
+        tensor_memory_columns=getattr(kernel.metadata, "tmem_size", None) or 0,
+    )
+
+
+def compile_kernel(
+    arch: int, jit_fn: Any, args: Sequence[Any] | Mapping[str, Any], /, **options: Any
+) -> tuple[Any, str]:
+    """Triton's compiled kernel, not loaded, and ptxas's log; parameters and errors as for :func:`compile_for`."""
     if arch not in SHARED_LIMIT_BYTES:
         raise ValueError(f"arch must be one of {', '.join(map(str, SHARED_LIMIT_BYTES))}, got {arch}")
     if not hasattr(jit_fn, "device_caches"):
@@ -178,12 +194,4 @@ def compile_for(
         with contextlib.redirect_stdout(log):
             kernel = jit_fn.warmup(*positional, grid=(1,), **named, **options)
         jit_fn.device_caches.pop(arch, None)
-    registers, spill_bytes = parse_ptxas_log(log.getvalue())
-    return CompileReport(
-        arch=arch,
-        shared_bytes=kernel.metadata.shared,
-        registers=registers,
-        spill_bytes=spill_bytes,
-        cubin_bytes=len(kernel.asm["cubin"]),
-        tensor_memory_columns=getattr(kernel.metadata, "tmem_size", None) or 0,
-    )
+    return kernel, log.getvalue()
