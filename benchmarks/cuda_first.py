@@ -78,8 +78,8 @@ def kernel_lines() -> list[str]:
     """What the driver says of each kernel: two blocks an SM must fit where the plan deals work to two."""
     from treeattn.cuda.build import kernels_in
     from treeattn.cuda.config import Variant
-    from treeattn.cuda.driver import LOCAL_BYTES, NUM_REGISTERS
     from treeattn.cuda.launch import load
+    from treeattn.driver import LOCAL_BYTES, NUM_REGISTERS
 
     lines = []
     for dim in (128, 64):

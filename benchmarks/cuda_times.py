@@ -147,8 +147,7 @@ def attention_only(provide: Callable[[Any], Any]) -> Callable[[Any], Any]:
     from treeattn.kernels.launch import LOG2_E
 
     def attend(self: Any, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scoring: Any) -> None:
-        self.attention.num_pages = k.shape[0]
-        self.attention(q, k, v, k_tree, v_tree, out, lse, scoring.sm_scale * LOG2_E)
+        self.attention(k.shape[0], q, k, v, k_tree, v_tree, out, lse, scoring.sm_scale * LOG2_E)
 
     def alone(call: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from treeattn.cuda import launch
-from treeattn.cuda.driver import INVALID_CONTEXT, DriverError
 from treeattn.cuda.params import AttentionParams
+from treeattn.driver import INVALID_CONTEXT, DriverError
 
 
 @pytest.fixture
@@ -19,8 +18,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A launch whose driver answers `codes` in turn, and the devices whose context was made current."""
     made = object.__new__(launch.AttentionLaunch)
     made.device_index, made.function = 0, SimpleNamespace(handle=None, name="kernel")  # type: ignore[assignment]
-    made.params, made.shape = AttentionParams(), (1, 1, 1, 32, 1, 1, 0)
-    made.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(made.params))
+    made.template, made.free, made.shape = AttentionParams(), [], (1, 1, 1, 32, 1, 1, 0)
+    made.maps = SimpleNamespace(rows=0)  # type: ignore[assignment]
     codes: list[int] = []
     current: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -33,7 +32,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_thread_without_context_gets_one(prepared: Any) -> None:
     made, codes, current = prepared
     codes += [INVALID_CONTEXT, 0]
-    made(16, 16, 16, 0, 0, 16, 0, 1.0)
+    made(4, 16, 16, 16, 0, 0, 16, 0, 1.0)
     assert current == [0]
     assert codes == []
 
@@ -47,5 +46,5 @@ def test_other_errors_are_raised(prepared: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "check", check)
     codes += [719]
     with pytest.raises(DriverError, match=r"launch of kernel \(719\)"):
-        made(16, 16, 16, 0, 0, 16, 0, 1.0)
+        made(4, 16, 16, 16, 0, 0, 16, 0, 1.0)
     assert current == []

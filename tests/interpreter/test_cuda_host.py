@@ -70,6 +70,8 @@ class HostAttention:
         address = ctypes.addressof(self.params)
         assert self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps), "a standstill"
 
+    first = __call__
+
 
 @pytest.fixture
 def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:

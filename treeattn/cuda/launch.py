@@ -15,12 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.launch import LayerLaunch
-from ..plan import Step
-from ..scoring import Scoring
-from .build import build, kernels_in
-from .config import KEYS, Variant, variant_of
-from .driver import (
+from ..driver import (
     BFLOAT16,
     FLOAT16,
     INVALID_CONTEXT,
@@ -31,6 +26,11 @@ from .driver import (
     encode_tensor_map,
     make_current,
 )
+from ..kernels.launch import LOG2_E, LayerLaunch, finish_leading
+from ..plan import Step
+from ..scoring import Scoring
+from .build import build, kernels_in
+from .config import KEYS, Variant, variant_of
 from .params import Q_SIGNS, AttentionParams, TensorMap, division
 
 ROW_BYTES = 16
@@ -214,31 +214,36 @@ class AttentionLaunch:
         self.device_index = index_of(step.layout.device)
         self.function = prepare(step)
         self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
-        self.params = params_of(step, q, k_tree, v_tree, out, lse, cache_strides)
+        self.template = params_of(step, q, k_tree, v_tree, out, lse, cache_strides)
+        self.free: list[AttentionParams] = []  # threads share a launch: each takes a struct that no other has
         self.maps = CacheMaps(step, cache_strides)
-        self.num_pages = 0  # of the caches of the next call
-        # cuLaunchKernel reads the struct before it returns
-        self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self.shape = (step.num_programs, 1, 1, 32 * step.config.num_warps, 1, 1, self.function.shared_bytes)
 
     def __call__(
-        self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float, *rest: Any
+        self, num_pages: int, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float
     ) -> None:
         """Launch on its device's current stream; a tensor may come as its address."""
         # torch.cuda.current_device() is the same behind a check that CUDA is initialised, and 0.5 µs
         if torch._C._cuda_getDevice() != self.device_index:
             with torch.cuda.device(self.device_index):
-                self(q, k, v, k_tree, v_tree, out, lse, scale)
+                self(num_pages, q, k, v, k_tree, v_tree, out, lse, scale)
             return
-        fill(self.params, q, k, v, k_tree, v_tree, out, lse, scale)
-        bind_maps(self.params, self.maps, self.num_pages)
+        try:
+            params = self.free.pop()
+        except IndexError:
+            params = AttentionParams.from_buffer_copy(self.template)
+        fill(params, q, k, v, k_tree, v_tree, out, lse, scale)
+        bind_maps(params, self.maps, num_pages)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, self.arguments, None)
+        # cuLaunchKernel reads the struct before it returns
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, arguments, None)
         if code == INVALID_CONTEXT:
             make_current(self.device_index)
-            code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, self.arguments, None)
+            code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, arguments, None)
         if code != 0:
             check(f"launch of {self.function.name}", code)
+        self.free.append(params)
 
 
 def bind_maps(params: AttentionParams, maps: CacheMaps, num_pages: int) -> None:
@@ -287,5 +292,10 @@ class CudaLayerLaunch(LayerLaunch):
         scoring: Scoring,
     ) -> None:
         """Attention of one layer, then its merge, on the current stream."""
-        self.attention.num_pages = k_cache.shape[0]
-        super().__call__(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
+        scale = scoring.sm_scale * LOG2_E
+        self.attention(k_cache.shape[0], q, k_cache, v_cache, k_tree, v_tree, out, lse, scale)
+        if self.finish.compiled is None:
+            leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
+            self.finish.first(*finish_leading(leading))
+        else:
+            self.finish(out.data_ptr(), _address(lse), _address(scoring.sinks))
