@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .capabilities import Asked, refusal
 from .kv import cache_strides
-from .plan import CheckedCall, Step
+from .plan import PLANNED, CheckedCall, Step
 from .scoring import Scale, Scoring, call_kind, check_scoring
 from .validate import validate_call
 
@@ -222,8 +223,8 @@ def tree_attention(
         validate_call(step, q.shape[0], k_cache, fresh=k_tree is not None)
     if out is None:
         out = q.new_empty(q.shape[0], step.num_qo_heads, step.head_dim_v)
-    if step.backend == "triton":
-        _run_triton(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, scoring, kind, zero_tail, checked)
+    if step.backend in PLANNED:
+        _run_kernels(q, k_cache, v_cache, step, k_tree, v_tree, out, lse, scoring, kind, zero_tail, checked)
         return out
     if step.backend == "reference":
         from .reference import tree_attention_reference as run
@@ -249,7 +250,7 @@ def _kind_of(step: Step, scoring: Scoring) -> tuple[Any, ...]:
     return kind
 
 
-def _run_triton(
+def _run_kernels(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor | None,
@@ -275,12 +276,23 @@ def _run_triton(
     for tensor in tensors:
         if tensor is not None:
             low_bits |= tensor.data_ptr()
-    key = (low_bits % 16 == 0 or _alignments(*tensors), zero_tail, kind)
+    # the cuda backend reads q and writes out four bytes at a time
+    key = (low_bits % 16 == 0 or (low_bits % 4, *_alignments(*tensors)), zero_tail, kind)
     launch = checked.launches.get(key)
     if launch is None:
-        from .kernels.launch import LayerLaunch
+        make: Callable[..., Any]
+        if step.backend == "cuda":
+            from .cuda.launch import CudaLayerLaunch, refuse_unaligned
 
-        launch = checked.launches[key] = LayerLaunch(
+            refuse_unaligned(
+                checked.cache_strides, q=q, k_cache=k_cache, v_cache=v_cache, k_tree=k_tree, v_tree=v_tree, out=out
+            )
+            make = CudaLayerLaunch
+        else:
+            from .kernels.launch import LayerLaunch
+
+            make = LayerLaunch
+        launch = checked.launches[key] = make(
             step, q, k_tree, v_tree, out, lse, scoring, cache_strides=checked.cache_strides, zero_tail=zero_tail
         )
     launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)

@@ -11,7 +11,7 @@ import torch
 from .capabilities import Asked, refusal
 from .config import KernelConfig
 
-BACKENDS = ("reference", "torch", "triton")
+BACKENDS = ("reference", "torch", "triton", "cuda")
 INTERPRETER_PROGRAMS = 6  # few, since each costs 10 ms there; items are cut, and 2, 3 and 6 row tiles make lanes
 
 
@@ -23,10 +23,10 @@ def interpreted() -> bool:
 def available_backends(device: torch.device | str = "cuda") -> dict[str, str | None]:
     """Every backend by name, with None if it works on `device`, else the reason why not."""
     device = torch.device(device)
-    reasons: dict[str, str | None] = {"reference": None, "torch": None, "triton": _triton_reason(device.type)}
     if device.type == "cuda" and not torch.cuda.is_available():
-        reasons = dict.fromkeys(BACKENDS, "torch sees no CUDA device")
-    return reasons
+        return dict.fromkeys(BACKENDS, "torch sees no CUDA device")
+    own = {"triton": _triton_reason(device.type), "cuda": _cuda_reason(device)}
+    return {"reference": None, "torch": None, **own}
 
 
 def _triton_reason(device_type: str) -> str | None:
@@ -36,6 +36,24 @@ def _triton_reason(device_type: str) -> str | None:
         return "on a CPU Triton runs only in its interpreter: set TRITON_INTERPRET=1 before triton is first imported"
     if device_type not in ("cpu", "cuda"):
         return f"no Triton configuration for device type {device_type!r}"
+    return None
+
+
+def _cuda_reason(device: torch.device) -> str | None:
+    """Why the kernels of ``csrc`` do not work on a device."""
+    if device.type != "cuda":
+        return f"CUDA kernels do not run on device type {device.type!r}"
+    if (reason := _triton_reason(device.type)) is not None:
+        return f"its plan and its merge are Triton kernels, and {reason}"
+    if arch(device) != 90:
+        return f"its kernels are for compute capability 9.0 (Hopper), this is {arch(device) / 10}"
+    from .cuda.build import BuildError, find_compiler, source_dir
+
+    try:
+        source_dir()
+        find_compiler()
+    except BuildError as error:
+        return str(error)
     return None
 
 
@@ -54,7 +72,11 @@ def resolve(backend: str, device: torch.device, asked: Asked) -> str:
         name = "triton" if device.type == "cuda" else "torch"
     if name not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
-    reason = _triton_reason(device.type) if name == "triton" else None
+    reason = None
+    if name == "triton":
+        reason = _triton_reason(device.type)
+    elif name == "cuda":
+        reason = _cuda_reason(device)
     if (words := refusal(name, device.type, asked, reason)) is not None:
         raise NotImplementedError(words)
     return name

@@ -247,22 +247,23 @@ class StaticBuffers:
         Notes
         -----
         With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
-        bytes. A Triton group with P programs and row tiles of R takes
+        bytes. A Triton or CUDA group with P programs and row tiles of R takes
         ``8 * P * R * (head_dim_v + 1) + 64 * P + 20 * max_batch + 20``: two float32 partials (out and lse) a program.
         A batch-invariant one has ``4 * R * (head_dim_v + 1)`` for each of :func:`treeattn.plan.invariant_slots`
         in place of the first term.
         """
         from .config import group_config
+        from .cuda.config import cuda_config
 
         meta = torch.device("meta")
         owners: list[Any] = [TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=meta)]
         for options in groups or []:
             options = dict(options)
             kv_tokens = options.pop("max_kv_tokens", None)
-            for other in ("kv", "backend"):
-                options.pop(other, None)
+            options.pop("kv", None)
+            backend = options.pop("backend", "auto")
             group = Geometry.of(**options)
-            config = group_config(arch, group, max_q_len)
+            config = cuda_config(group, max_q_len) if backend == "cuda" else group_config(arch, group, max_q_len)
             programs = num_sms * config.programs_per_sm
             slots = None
             if group.batch_invariant:

@@ -115,6 +115,8 @@ class Capabilities:
         Of q and out.
     max_head_dim : int or None
         Largest head_dim and head_dim_v; None for any.
+    head_dims : tuple of int or None
+        The head dims that it covers, where these are a few; None for all up to `max_head_dim`.
     max_shared_dims : tuple of int or None
         Largest head_dim and head_dim_v with ``shared_kv``, where they differ from `max_head_dim`.
     options : frozenset of str
@@ -130,6 +132,7 @@ class Capabilities:
     devices: dict[str, str]
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int | None = None
+    head_dims: tuple[int, ...] | None = None
     max_shared_dims: tuple[int, int] | None = None
     options: frozenset[str] = frozenset(OPTIONS)
     not_together: tuple[tuple[str, str], ...] = ()
@@ -163,8 +166,16 @@ CAPABILITIES: dict[str, Capabilities] = {
         numbers="computes in float32 (float64 for float64)",
         purpose="reading and checking",
     ),
+    "cuda": Capabilities(
+        devices={"cuda": "NVIDIA GPU of compute capability 9.0 (Hopper)"},
+        dtypes=(torch.float16, torch.bfloat16),
+        head_dims=(64, 128),
+        options=frozenset({"fresh_tree"}),
+        numbers="accumulates in float32",
+        purpose="serving, on request",
+    ),
 }
-"""By backend, the preferred one first."""
+"""By backend, the preferred one first; cuda, which covers the least, is only ever asked for by name."""
 
 
 def missing(backend: str, device_type: str, asked: Asked) -> str | None:
@@ -187,6 +198,8 @@ def missing(backend: str, device_type: str, asked: Asked) -> str | None:
 
 
 def _too_wide(covers: Capabilities, geometry: Geometry) -> str | None:
+    if covers.head_dims is not None and geometry.head_dim not in covers.head_dims:
+        return f"it covers head_dim {_either(covers.head_dims)}, got {geometry.head_dim}"
     most = (covers.max_head_dim, covers.max_head_dim)
     if geometry.shared_kv and covers.max_shared_dims is not None:
         most = covers.max_shared_dims
@@ -233,7 +246,13 @@ def support_table() -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def _either(numbers: tuple[int, ...]) -> str:
+    return " or ".join(map(str, numbers))
+
+
 def _dims(covers: Capabilities) -> str:
+    if covers.head_dims is not None:
+        return _either(covers.head_dims)
     if covers.max_head_dim is None:
         return "any"
     text = f"1 to {covers.max_head_dim}"

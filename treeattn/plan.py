@@ -20,6 +20,9 @@ from .kv import KVLayout, PagedKV
 from .layout import TreeLayout
 from .validate import validate_plan, validation_wanted
 
+PLANNED = ("triton", "cuda")
+"""Backends whose work a plan divides, and which share its buffers and the merge of partials."""
+
 
 @dataclass(frozen=True, eq=False)
 class PlanBuffers:
@@ -239,10 +242,10 @@ def plan(
     batch_invariant : bool
         A row's bits depend on its own request, the geometry and ``max_q_len`` only, not on the rest of the batch, its
         order or any capacity. Costs memory for every split, and balance (:func:`invariant_slots` has the formula).
-    backend : {"auto", "reference", "torch", "triton"}
+    backend : {"auto", "reference", "torch", "triton", "cuda"}
         "auto" is Triton on a CUDA device and torch on a CPU. A backend named here never falls back to another.
     config : KernelConfig, optional
-        Tiles of the Triton kernels, :func:`treeattn.select_config` by default: for tuning.
+        Tiles of the Triton or CUDA kernels, :func:`treeattn.select_config` by default: for tuning.
     validate : bool, optional
         Read device data and check the addresses, now (page ids where ``kv.num_pages`` is given) and in every call with
         this step, against its cache. None: what TREEATTN_VALIDATE says.
@@ -292,8 +295,8 @@ def prepare_step(
     asked = Asked(geometry, windowed_cache=kv.kv_start is not None)
     name = backends.resolve(backend, layout.device, asked)
     programs, buffers = 0, None
-    if name == "triton":
-        config = config or group_config(backends.arch(layout.device), geometry, layout.max_q_len)
+    if name in PLANNED:
+        config = config or _config_of(name, layout, geometry)
         programs = backends.num_programs(layout.device, config)
         slots = None
         if geometry.batch_invariant:
@@ -302,10 +305,23 @@ def prepare_step(
             slots = invariant_slots(geometry, config, layout.batch, layout.max_q_len, every)
         buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device, slots)
     shared = {entry.name: getattr(geometry, entry.name) for entry in fields(Geometry)}
-    return Step(
+    step = Step(
         **shared, layout=layout, kv=kv, backend=name, config=config, num_programs=programs, buffers=buffers, host=host,
         validate=validate,
     )  # fmt: skip
+    if name == "cuda":
+        from .cuda.launch import prepare
+
+        prepare(step)  # builds and loads now, which a capture could not
+    return step
+
+
+def _config_of(backend: str, layout: TreeLayout, geometry: Geometry) -> KernelConfig:
+    if backend == "cuda":
+        from .cuda.config import cuda_config
+
+        return cuda_config(geometry, layout.max_q_len)
+    return group_config(backends.arch(layout.device), geometry, layout.max_q_len)
 
 
 def invariant_slots(geometry: Geometry, config: KernelConfig, batch: int, max_q_len: int, kv_tokens: int) -> int:
@@ -331,7 +347,7 @@ def invariant_slots(geometry: Geometry, config: KernelConfig, batch: int, max_q_
 
 def update_plan_(step: Step) -> None:
     """Make a step's plan again from its layout's present content: one launch, no host read, no allocation."""
-    if step.backend == "triton" and step.layout.batch > 0:
+    if step.backend in PLANNED and step.layout.batch > 0:
         from .kernels.launch import launch_plan
 
         launch_plan(step)

@@ -115,6 +115,7 @@ def finish_kernel(
     CHUNK_DIMS: tl.constexpr,
     CHUNK_PARTS: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
+    FRAGMENTS: tl.constexpr,  # partial_out is in the order in which csrc's kernel holds it
     WIDE: tl.constexpr,
     PDL: tl.constexpr,  # launched before attention_kernel has ended
 ):
@@ -201,6 +202,9 @@ def finish_kernel(
             acc, lse2 = normalise(acc, row_max, row_sum)
             if SINKS != 0:
                 acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)
+            if FRAGMENTS:
+                # 4 t + 2 j + i of each 16 is dim 8 j + 2 t + i: as a thread t of four has them of a product
+                d = d // 16 * 16 + d % 4 // 2 * 8 + d % 16 // 4 * 2 + d % 2
             # lse, which all programs of a row know, is written by each of them
             store_out(head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP),
                       head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP), acc, lse2, rows,

@@ -257,7 +257,7 @@ class LayerLaunch:
         # for wgmma; mma.sync, with fewer rows, is 1.2 to 3 times as slow that way. The interpreter takes both.
         arguments["APART"] = config.block_m >= (WGMMA_ROWS if arch > 0 else 32)
         arguments["DECODE"] = 0 if arch == 0 else 2 if arch >= E4M3_ARCH else 1
-        self.attention = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
+        self.attention: Any = Launch(attention_kernel, (step.num_programs,), step.layout.device, arguments, options)
         arguments, programs = _finish_arguments(step, rows, zero_tail)
         options = {"num_warps": 1, "enable_fp_fusion": True} | ({"launch_pdl": True} if pdl else {})
         self.finish = Launch(finish_kernel, (programs,), step.layout.device, shared | arguments, options)
@@ -405,6 +405,7 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "CHUNK_DIMS": dims,
         "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
+        "FRAGMENTS": False,
     }
     programs = chunks * (padded(step.head_dim_v) // dims)
     return arguments, merges * programs + triton.cdiv(rows, ZERO_ROWS)

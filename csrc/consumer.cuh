@@ -1,0 +1,362 @@
+// A consumer warpgroup: 64 packed query rows against the tiles in the ring, online softmax, rows out.
+//
+// Q stays in registers (of three warpgroups, half of it), where the products take it from: that halves the reads of
+// shared memory of Q K^T, which with 64-key tiles would otherwise be its limit. The weights P stay in registers too.
+//
+// Scores of tile i are issued ahead of P V of tile i - 1, so that the matrix unit has work while this warpgroup computes
+// the exponentials of tile i. The loop is bound by instructions (measured: docs/performance.md), hence
+// - no work for masks in full tiles, and everything that does not differ in a warp known to the compiler as uniform;
+// - weights are 2^(score - base), and the base of a row moves only when a score exceeds it by GROWTH: the products seldom
+//   have to be scaled, nor the lanes to agree on a maximum. A weight is 2^GROWTH at most, sums are float32: nothing is lost.
+
+#pragma once
+
+#include "ring.cuh"
+
+namespace treeattn {
+
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
+struct Consumer {
+  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
+  static constexpr u32 PANEL_BYTES = KEYS * PANEL_COLUMNS * 2;
+  static constexpr int TILE_ROWS = 64 * CONSUMERS;
+  static constexpr int WORDS = KEYS / EDGE_KEYS;  // mask words of a row and tile
+  static constexpr bool ALL_Q = Q_STEPS == HEAD_DIM / 16;  // is in registers
+  static_assert(Q_STEPS % 4 == 0, "a panel of Q is in registers or in shared memory");
+  static constexpr float LN2 = 0.6931471805599453f;
+  static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
+  static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
+
+  const AttentionParams& p;
+  Memory& memory;
+  const int group, warp, lane;  // warpgroup of the block, warp of the warpgroup
+  u32 q_address;
+  Place<STAGES> place;  // of the tile whose weights are to be multiplied with V
+  Place<STAGES> v_place;  // of the tile whose V is being multiplied
+  bool idle = false;    // none of this warp's 16 rows is there: it only takes part in the products
+  i32 local[2];   // this thread's two rows in the row tile
+  float base[2];  // of the weights of these rows, base 2
+  float sum[2];   // of the weights, this thread's columns only
+
+  __device__ __forceinline__ Consumer(const AttentionParams& params, Memory& shared, int warpgroup, int warp_index,
+                                      int lane_index)
+      : p(params), memory(shared), group(warpgroup), warp(warp_index), lane(lane_index) {
+    local[0] = group * 64 + warp * 16 + lane / 4;
+    local[1] = local[0] + 8;
+    q_address = shared_address(memory.q[group]);
+  }
+
+  // K (half 0) or V (half 1) of the stage at `at` is there. What threads copied has to be made visible to wgmma; what
+  // tensor copies wrote is.
+  __device__ __forceinline__ void wait_full(const Place<STAGES>& at, int half, bool threads_copied) {
+    barrier_wait(shared_address(&memory.full[at.stage()][half]), at.phase());
+    if (threads_copied) fence_async_proxy();
+  }
+
+  __device__ __forceinline__ void release(const Place<STAGES>& at, int half) {
+    if (lane == 0) barrier_arrive(shared_address(&memory.empty[at.stage()][half]));
+  }
+
+  __device__ __forceinline__ u32 half_address(const Place<STAGES>& at, int half) const {
+    return shared_address(memory.stages[at.stage()][half]);
+  }
+
+  // This warpgroup is through with the item's Q.
+  __device__ __forceinline__ void release_q() {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&memory.q_empty));
+  }
+
+  // Wait for the item's Q, and bring the first dims to registers.
+  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS]) {
+    barrier_wait(shared_address(&memory.q_full), place.q_phase());
+    const u32 row = q_address + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+    for (int step = 0; step < Q_STEPS; ++step) {
+      load_blocks(q + 4 * step, row + step / 4 * (64 * 128) + ((step % 4 * 2 + lane / 16 ^ lane % 8) << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q[4 * step + i] ^= p.q_sign;
+    }
+    if (ALL_Q) {
+      release_q();
+    } else {
+      if (p.q_sign != 0) {
+        for (u32 at = Q_STEPS / 4 * (64 * 128) + (warp * 32 + lane) * 16; at < 64 * HEAD_DIM * 2; at += 128 * 16) {
+          u32 part[4];
+          load_shared_16(part, q_address + at);
+          store_shared_16(q_address + at, part[0] ^ p.q_sign, part[1] ^ p.q_sign, part[2] ^ p.q_sign, part[3] ^ p.q_sign);
+        }
+      }
+      fence_async_proxy();  // for what was copied, too
+      if (p.q_sign != 0) warpgroup_sync(2 + group);
+    }
+  }
+
+  // scores[64, KEYS] = Q K^T
+  __device__ __forceinline__ void multiply_k(float (&scores)[KEYS / 2], const u32 (&q)[4 * Q_STEPS], u32 slot) const {
+    const u64 k = operand(slot, 16, ATOM_BYTES);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const u64 k_step = k + ((step / 4 * PANEL_BYTES + step % 4 * 32) >> 4);
+      if constexpr (!ALL_Q) {
+        if (step >= Q_STEPS) {
+          const u64 a = operand(q_address, 16, ATOM_BYTES) + ((step / 4 * 64 * 128 + step % 4 * 32) >> 4);
+          Product<T, KEYS, 0>::run_shared(scores, a, k_step, step > 0);
+          continue;
+        }
+      }
+      Product<T, KEYS, 0>::run(scores, q + 4 * step, k_step, step > 0);
+    }
+  }
+
+  // out[64, HEAD_DIM] += P V
+  static __device__ __forceinline__ void multiply_v(float (&out)[HEAD_DIM / 2], const u32 (&weights)[KEYS / 4],
+                                                    u32 slot) {
+    const u64 v = operand(slot, PANEL_BYTES, ATOM_BYTES);
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; ++step)
+      Product<T, HEAD_DIM, 1>::run(out, weights + 4 * step, v + ((step * 2 * ATOM_BYTES) >> 4), 1);
+  }
+
+  // Mask words of this thread's rows for the edge tile whose first unit is `unit`.
+  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const i32 word = unit + i - at.tail_units;
+      // keys of the prefix are seen by every row; behind the prefix or the nodes there is nothing
+      const i32 keys = word < 0 ? at.prefix - at.full_units * KEYS - (unit + i) * EDGE_KEYS
+                                : at.present - word * EDGE_KEYS;
+      const u32 bound = unit + i >= at.edge_end || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i32 row = at.row0 + local[half];
+        words[half][i] = bound;
+        if (word >= 0 && bound != 0) {
+          const i64 node = at.first_row + row / p.group;
+          words[half][i] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], const u32 (&words)[2][WORDS]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) {
+        const u32 mine = words[half][i] >> (lane % 4 * 2);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            float& score = scores[4 * (4 * i + j) + 2 * half + odd];
+            score = mine >> (8 * j + odd) & 1 ? score : -infinity();
+          }
+      }
+  }
+
+  // A score exceeds its row's base by far: move the bases of this warp's rows to their maxima, and scale what there is.
+  __device__ __forceinline__ void raise(float (&out)[HEAD_DIM / 2], const float (&best)[2], bool multiplying) {
+    if (multiplying) {
+      wgmma_wait<0>();
+      pin(out);
+    }
+    float decay[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float most = best[half];
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float raised = fmaxf(base[half], most * p.scale);
+      decay[half] = exp2_approx(base[half] - raised);
+      base[half] = raised;
+      sum[half] *= decay[half];
+    }
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 8; ++j) {
+      out[4 * j] *= decay[0];
+      out[4 * j + 1] *= decay[0];
+      out[4 * j + 2] *= decay[1];
+      out[4 * j + 3] *= decay[1];
+    }
+  }
+
+  // Scores to weights, in place. `multiplying`: a product that adds to `out` is on its way.
+  __device__ __forceinline__ void softmax(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], bool multiplying) {
+    const float scale = p.scale;
+    float best[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      best[half] = fmaxf(scores[2 * half], scores[2 * half + 1]);
+#pragma unroll
+      for (int j = 1; j < KEYS / 8; ++j)
+        best[half] = fmaxf(best[half], fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+    }
+    const bool exceeds = fmaxf(best[0] * scale - base[0], best[1] * scale - base[1]) > GROWTH;
+    if (__any_sync(~0u, exceeds)) raise(out, best, multiplying);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float part[2] = {0.f, 0.f};  // two chains of sums
+#pragma unroll
+      for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score = scores[4 * j + 2 * half + odd];
+          score = exp2_approx(score * scale - base[half]);
+          part[odd] += score;
+        }
+      sum[half] += part[0] + part[1];
+    }
+  }
+
+  static __device__ __forceinline__ void weights_of(u32 (&weights)[KEYS / 4], const float (&scores)[KEYS / 2]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i) weights[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+  }
+
+  // The product with V of the tile before is done, and its place is given back.
+  __device__ __forceinline__ void finish_v(float (&out)[HEAD_DIM / 2], const Place<STAGES>& at) {
+    wgmma_wait<0>();
+    pin(out);
+    release(at, 1);
+  }
+
+  // Rows of a whole item to `out`, of a part to its partial slot.
+  __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at) {
+    // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
+    const i64 part_row = static_cast<i64>(2 * blockIdx.x + (at.unit == 0)) * TILE_ROWS;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = sum[half];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      const float inverse = total > 0.f ? 1.f / total : 0.f;
+      const float lse = total > 0.f ? base[half] + log2_approx(total) : -infinity();
+      const i32 row = at.row0 + local[half];
+      if (row >= at.row_end) continue;
+      if (at.whole) {
+        const i64 node = at.first_row + row / p.group, head = at.kv_head * p.group + row % p.group;
+        u32* to = reinterpret_cast<u32*>(static_cast<unsigned short*>(p.out) + node * p.stride_out_row +
+                                         head * p.stride_out_head) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; ++j)
+          to[4 * j] = pack<T>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
+        if (p.lse != nullptr && lane % 4 == 0) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
+      } else {
+        // in the order of the fragments, 16 bytes a thread (the merge knows: treeattn/kernels/finish.py)
+        float* to = p.partial_out + (part_row + local[half]) * HEAD_DIM + lane % 4 * 4;
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; j += 2)
+          store_four(to + 8 * j, out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse,
+                     out[4 * j + 4 + 2 * half] * inverse, out[4 * j + 5 + 2 * half] * inverse);
+        if (lane % 4 == 0) p.partial_lse[part_row + local[half]] = lse;
+      }
+    }
+  }
+
+  // Scores of the first tile of an item.
+  __device__ __forceinline__ void first_tile(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2],
+                                             const u32 (&q)[4 * Q_STEPS], const Cursor& at, bool edge) {
+    u32 words[2][WORDS];
+    if (edge) load_words(words, at, at.edge_begin);
+    wait_full(place, 0, edge || p.page_rows == 0);
+    wgmma_fence();
+    multiply_k(scores, q, half_address(place, 0));
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(scores);
+    release(place, 0);
+    if (!idle) {
+      if (edge) mask(scores, words);
+      softmax(scores, out, false);
+    }
+  }
+
+  // Scores of the tile behind `place` to weights, while those of the tile at `place` are multiplied with V.
+  __device__ __forceinline__ void next_tile(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], u32 (&weights)[KEYS / 4],
+                                            const u32 (&q)[4 * Q_STEPS], const Cursor& at, i32 tile, i32 full) {
+    const bool edge = tile >= full;
+    u32 words[2][WORDS];
+    if (edge) load_words(words, at, at.edge_begin + (tile - full) * (KEYS / EDGE_KEYS));
+    // Not at the end of the tile before: were the wait for P V in one straight line with the exponentials that are to run
+    // under the product, ptxas would move it up ahead of them.
+    if (tile > 1) finish_v(out, v_place);
+    weights_of(weights, scores);
+    const Place<STAGES> next = place.next();
+    wait_full(next, 0, edge || p.page_rows == 0);
+    pin(scores);
+    pin(out);
+    wgmma_fence();
+    multiply_k(scores, q, half_address(next, 0));
+    wgmma_commit();
+    wait_full(place, 1, edge || p.page_rows == 0);
+    wgmma_fence();
+    multiply_v(out, weights, half_address(place, 1));
+    wgmma_commit();
+    wgmma_wait<1>();
+    pin(scores);
+    release(next, 0);
+    v_place = place;
+    place = next;
+    if (!idle) {
+      if (edge) mask(scores, words);
+      softmax(scores, out, true);
+    }
+  }
+
+  __device__ __forceinline__ void item(const Cursor& at) {
+    const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
+    if (uniform(at.row0) + group * 64 >= uniform(at.row_end)) {
+      // none of this warpgroup's rows is there
+      barrier_wait(shared_address(&memory.q_full), place.q_phase());
+        release_q();
+      for (i32 tile = 0; tile < tiles; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          wait_full(place, half, false);
+          __syncwarp();  // no lane may still look at a phase that the release lets end (elsewhere wgmma brings them together)
+          release(place, half);
+        }
+        place = place.next();
+      }
+      return;
+    }
+    u32 q[4 * Q_STEPS], weights[KEYS / 4];
+    float scores[KEYS / 2], out[HEAD_DIM / 2];
+    idle = uniform(at.row0) + group * 64 + warp * 16 >= uniform(at.row_end);
+    load_q(q);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
+    base[0] = base[1] = LOWEST;
+    sum[0] = sum[1] = 0.f;
+
+    first_tile(scores, out, q, at, full == 0);
+#pragma unroll 1
+    for (i32 tile = 1; tile < tiles; ++tile) next_tile(scores, out, weights, q, at, tile, full);
+    if (!ALL_Q) release_q();
+    if (tiles > 1) finish_v(out, v_place);
+    weights_of(weights, scores);
+    wait_full(place, 1, true);
+    pin(out);
+    wgmma_fence();
+    multiply_v(out, weights, half_address(place, 1));
+    wgmma_commit();
+    finish_v(out, place);
+    place = place.next();
+    store(out, at);
+  }
+
+  __device__ __forceinline__ void run() {
+    for (;;) {
+      barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());
+      const Cursor& at = memory.items[place.item_slot()];
+      if (uniform(at.tiles) == 0) break;
+      item(at);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
+      place.next_item();
+    }
+  }
+};
+
+}  // namespace treeattn

@@ -1,0 +1,61 @@
+// What one launch of the attention kernel reads and writes. Passed by value; treeattn/cuda/params.py mirrors it.
+//
+// Strides count elements (of the tensor's own type), the last axis is contiguous, and every row of q, K and V starts at
+// a multiple of 16 bytes (q and out: 4 bytes). Index tensors are int32 or int64; of an int64 the low half is read.
+
+#pragma once
+
+namespace treeattn {
+
+using i32 = int;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+// A tensor map of the driver (CUtensorMap): a cache as [pages, kv heads, slots of a page, head_dim], boxes of 64 dims.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+struct AttentionParams {
+  TensorMap k_map, v_map;  // read where page_rows is not 0
+  const void* q;        // [total_q, num_qo_heads, head_dim]
+  const void* k;        // paged cache
+  const void* v;        // paged cache
+  const void* k_tree;   // [total_q, kv_heads, head_dim], the nodes' own; null: the nodes are in the cache
+  const void* v_tree;   // [total_q, kv_heads, head_dim], null with k_tree
+  void* out;            // [total_q, num_qo_heads, head_dim]
+  float* lse;           // [total_q, num_qo_heads], natural log; null: not asked for
+  float* partial_out;   // [2 * num_programs, tile rows, head_dim]
+  float* partial_lse;   // [2 * num_programs, tile rows], base 2
+  const i32* work;      // [num_programs, 16], the plan: see treeattn/kernels/plan.py
+  const i32* spans;     // [batch, 4]
+  const i32* qo_indptr; // [batch + 1]
+  const u32* mask_words; // [total_q, num_words], bit j % 32 of word j / 32: the row sees node j
+  const void* kv_indptr;  // [batch + 1], first page of each request in `table`; null: `table` is a block table
+  const void* table;      // page ids: [pages of the batch], or [batch, stride_table_request]
+  const void* tree_slots; // [total_q], token slot of each node; null: behind the prefix in the request's pages
+  i64 stride_table_request;
+  i64 stride_q_row, stride_q_head;
+  i64 stride_k_page, stride_k_slot, stride_k_head;
+  i64 stride_v_page, stride_v_slot, stride_v_head;
+  i64 stride_k_tree_row, stride_k_tree_head;
+  i64 stride_v_tree_row, stride_v_tree_head;
+  i64 stride_out_row, stride_out_head;
+  i64 stride_lse_row, stride_lse_head;
+  float scale;     // |sm_scale| * log2(e), positive
+  u32 q_sign;      // xor'ed to pairs of q: the sign bits where sm_scale is negative, else 0
+  i32 total_q;     // rows of q: what a replayed graph may touch, whatever the layout claims
+  i32 num_words;   // 32-bit words of a row's mask
+  i32 group;       // query heads of a KV head
+  i32 kv_heads;
+  i32 page_size;
+  u32 page_magic;  // n / page_size is (n * page_magic) >> page_shift for n < 2^31
+  i32 page_shift;
+  i32 wide_table;  // 1: `table` is int64, 0: int32
+  i32 wide_indptr; // the same of `kv_indptr`
+  i32 wide_slots;  // the same of `tree_slots`
+  i32 page_rows;   // slots of a page that a tensor map's box holds, 8 to 64; 0: the cache is copied without tensor maps
+};
+
+}  // namespace treeattn

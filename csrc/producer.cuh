@@ -1,0 +1,293 @@
+// The producer warpgroup: brings K and V of the block's items into the ring.
+//
+// Full tiles of the prefix come by tensor copies, which one warp asks for, a box of a page at a time. Where no tensor map
+// can be made (pages of less than 8 slots or of an odd number, odd strides), and at the end of the prefix and in the tree, where a row that nobody
+// sees must not be read, all four warps copy: each a quarter of a tile's keys, 16 bytes a thread and copy. One lane finds
+// out where a key is (page, or slot, or row of the fresh tensors) and tells the lanes that copy its row, so that page ids
+// are read and multiplied once a key. Q is copied by the warps that do not ask for boxes.
+//
+// The first warp also walks along the plan, and hands each item to the other warps of the block.
+
+#pragma once
+
+#include "ring.cuh"
+
+namespace treeattn {
+
+// Where K and V of one key are; bit 0 of k is set where nothing may be read: the row becomes 0. A score of 0 is masked
+// then, and a weight of 0 times V must not be a NaN that lies in a page nobody may see.
+struct KeyAddress {
+  u64 k, v;
+};
+
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
+struct Producer {
+  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
+  static constexpr int WARP_KEYS = KEYS / 4;
+  static_assert(EDGE_KEYS % WARP_KEYS == 0, "a warp's keys are of one edge unit");
+  static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
+  static constexpr int ROW_LANES = HEAD_DIM / 8;        // lanes that copy a row, 16 bytes each
+  static constexpr int COPY_ROWS = 32 / ROW_LANES;      // rows of one copy of a warp
+
+  const AttentionParams& p;
+  Memory& memory;
+  u32 warp = 0, lane = 0;
+  Place<STAGES> place;
+
+  __device__ __forceinline__ Producer(const AttentionParams& params, Memory& shared) : p(params), memory(shared) {}
+
+  __device__ __forceinline__ void find_thread() {
+    const u32 thread = thread_in_group();
+    warp = thread / 32;
+    lane = thread % 32;
+  }
+
+  // Wait until a half of the stage at `place` may be written, and say where it is.
+  __device__ __forceinline__ u32 wait_empty(u32 half) {
+    barrier_wait(shared_address(&memory.empty[place.stage()][half]), place.phase() ^ 1);
+    return shared_address(memory.stages[place.stage()][half]);
+  }
+
+  // A checked build: a half tile that was given back too early shows as NaN. By the lanes of `warps` warps.
+  __device__ __forceinline__ void spoil(u32 to, u32 warps) {
+#if TREEATTN_CANARY
+    for (u32 at = (warp % warps * 32 + lane) * 16; at < KEYS * HEAD_DIM * 2; at += warps * 32 * 16)
+      store_shared_16(to + at, ~0u, ~0u, ~0u, ~0u);
+    if (warps == 4) warpgroup_sync(1);
+    fence_async_proxy();
+    __syncwarp();
+#endif
+#if TREEATTN_DELAY
+    if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);
+#endif
+  }
+
+  // Copy ROWS rows, of lane r the one at `address`, COPY_ROWS at a time. `to` is of this lane's part of the first copy; the
+  // swizzle's bits of later ones are disjoint from its.
+  template <int ROWS>
+  __device__ __forceinline__ void copy_rows(u32 to, u64 address) {
+#pragma unroll
+    for (u32 row = 0; row < ROWS; row += COPY_ROWS) {
+      const u64 from = __shfl_sync(~0u, address, row + lane / ROW_LANES);
+      copy_async_16((to ^ (row % 8 << 4)) + row * 128, (from & ~1ull) + lane % ROW_LANES * 16, from & 1 ? 0 : 16);
+    }
+  }
+
+  // Copy the rows at `address` (of lane r: row r of this warp) to a half of the stage at `place`.
+  __device__ __forceinline__ void copy(u64 address, u32 half) {
+    find_thread();
+    const u32 begin = wait_empty(half);
+    spoil(begin, 4);
+    const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
+    copy_rows<WARP_KEYS>(begin + chunk / 8 * (KEYS * 128) + (warp * WARP_KEYS + part) * 128 + ((chunk % 8 ^ part) << 4),
+                         address);
+    copy_async_arrive(shared_address(&memory.full[place.stage()][half]));
+  }
+
+  // Where the pages of the item's request begin in the table.
+  __device__ __forceinline__ i64 first_page(const Cursor& at) const {
+    return p.kv_indptr != nullptr ? index_at(p.kv_indptr, at.request, p.wide_indptr) : at.request * p.stride_table_request;
+  }
+
+  static __device__ __forceinline__ u32 index_at(const void* list, u64 index, i32 wide) {
+    return __ldg(static_cast<const u32*>(list) + (index << wide));
+  }
+
+  // Which nodes of a mask word some row of the tile sees.
+  __device__ __forceinline__ u32 seen_nodes(const Cursor& at, i32 word) const {
+    u32 seen = 0;
+    const i32 last = (at.row_end - 1) / p.group;
+    for (i32 node = at.row0 / p.group + lane; node <= last; node += 32)
+      seen |= __ldg(p.mask_words + static_cast<i64>(at.first_row + node) * p.num_words + word);
+    return __reduce_or_sync(~0u, seen);
+  }
+
+  __device__ __forceinline__ u32 page_of(u32 position) const {
+    return static_cast<u32>((static_cast<u64>(position) * p.page_magic) >> p.page_shift);
+  }
+
+  // Addresses of the key that this lane looks after, given its page and its position in the request or the cache.
+  __device__ __forceinline__ KeyAddress cached(u32 page, u32 position, i32 kv_head) const {
+    const u32 within = position - page_of(position) * p.page_size;
+    const i64 k = page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head;
+    const i64 v = page * p.stride_v_page + within * p.stride_v_slot + kv_head * p.stride_v_head;
+    return {reinterpret_cast<u64>(p.k) + 2 * k, reinterpret_cast<u64>(p.v) + 2 * v};
+  }
+
+  // The same of a key of an edge tile whose first unit is `unit`.
+  __device__ __forceinline__ KeyAddress edge(const Cursor& at, i32 unit) const {
+    // a warp's keys are of one unit, so that its lanes stay together: KEYS / 4 divides EDGE_KEYS
+    const i32 key = warp * WARP_KEYS + lane % WARP_KEYS;
+    unit += key / EDGE_KEYS;
+    const i32 offset = key % EDGE_KEYS;
+    const i32 word = unit - at.tail_units;
+    i32 position = at.full_units * KEYS + unit * EDGE_KEYS + offset;
+    const bool in_tree = word >= 0;
+    const i32 node = word * EDGE_KEYS + offset;
+    bool valid = unit < at.edge_end;
+    if (in_tree) {
+      const u32 seen = valid ? seen_nodes(at, word) : 0;
+      valid = node < at.present && (seen >> offset & 1) != 0;
+      position = at.prefix + node;
+    } else {
+      valid = valid && position < at.prefix;
+    }
+    KeyAddress address = {reinterpret_cast<u64>(p.k) | 1, reinterpret_cast<u64>(p.v) | 1};
+    if (!valid) return address;
+    if (in_tree && p.k_tree != nullptr) {
+      const i64 row = at.first_row + node;
+      address.k = reinterpret_cast<u64>(p.k_tree) + 2 * (row * p.stride_k_tree_row + at.kv_head * p.stride_k_tree_head);
+      address.v = reinterpret_cast<u64>(p.v_tree) + 2 * (row * p.stride_v_tree_row + at.kv_head * p.stride_v_tree_head);
+      return address;
+    }
+    if (in_tree && p.tree_slots != nullptr) {
+      const u32 slot = index_at(p.tree_slots, at.first_row + node, p.wide_slots);
+      return cached(page_of(slot), slot, at.kv_head);
+    }
+    const u32 page = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+    return cached(page, position, at.kv_head);
+  }
+
+  // Position in its request of the key that this lane looks after in a full tile.
+  __device__ __forceinline__ u32 position_at(const Cursor& at, i32 tile) const {
+    return (at.unit + tile) * KEYS + warp * WARP_KEYS + lane % WARP_KEYS;
+  }
+
+  // Page ids of the next PAGE_TILES full tiles: lane r has that of key r % WARP_KEYS of tile r / WARP_KEYS.
+  __device__ __forceinline__ void load_pages(u32& pages, const Cursor& at, i32 tile) const {
+    tile += lane / WARP_KEYS;
+    const u64 index = first_page(at) + page_of(position_at(at, tile));
+    reload(pages, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
+  }
+
+  // Full tiles by tensor copies: a lane for each box of a half tile.
+  __device__ __forceinline__ void full_boxes(const Cursor& at) {
+    const u32 rows = p.page_rows, boxes = KEYS / rows, all = at.full_tiles * boxes;
+    const u32 panel = lane / boxes, box = lane % boxes, head = at.kv_head;
+    u32 pages = 0;
+#pragma unroll 1
+    for (u32 first = 0; first < all; first += boxes) {
+      // lane r has the page of box r of the next 32
+      if (first % 32 == 0) {
+        const u32 position = at.unit * KEYS + (first + lane) * rows;
+        if (first + lane < all) pages = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+      }
+      const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
+      const u32 position = at.unit * KEYS + (first + box) * rows, within = position - page_of(position) * p.page_size;
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage()][half]);
+        spoil(to, 1);
+        if (lane == 0) {
+          barrier_expect(barrier, KEYS * HEAD_DIM * 2);
+          barrier_arrive(barrier, PRODUCER_ARRIVALS - 1);
+        }
+        __syncwarp();
+        if (panel < HEAD_DIM / 64)
+          copy_box(to + panel * (KEYS * 128) + box * rows * 128, half == 0 ? p.k_map : p.v_map, panel * 64, within, head,
+                   page, barrier);
+      }
+      place = place.next();
+    }
+  }
+
+  // Full tiles without tensor maps.
+  __device__ __forceinline__ void full_rows(const Cursor& at) {
+    // Page ids are read behind the last use of those before, ahead of the copies of that tile. (A second register of them
+    // would have to be moved to the first, which waits for its load, or spills where a producer has 32.)
+    u32 pages = 0;
+    load_pages(pages, at, 0);
+#pragma unroll 1
+    for (i32 tile = 0; tile < at.full_tiles; ++tile) {
+      find_thread();
+      const u32 page = __shfl_sync(~0u, pages, tile % PAGE_TILES * WARP_KEYS + lane % WARP_KEYS);
+      const KeyAddress address = cached(page, position_at(at, tile), at.kv_head);
+      if (tile % PAGE_TILES == PAGE_TILES - 1) load_pages(pages, at, tile + 1);
+#pragma unroll 1
+      for (u32 half = 0; half < 2; ++half) copy(half == 0 ? address.k : address.v, half);
+      place = place.next();
+    }
+  }
+
+  // Q of the item, 32 rows a warp at a time; rows that are not there are 0.
+  __device__ __forceinline__ void copy_q(const Cursor& at) {
+    barrier_wait(shared_address(&memory.q_empty), place.q_phase() ^ 1);
+    const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
+#pragma unroll 1
+    for (u32 begin = (warp - 1) * 32; begin < 64 * CONSUMERS; begin += Q_ARRIVALS) {
+      const u32 row = at.row0 + begin + lane, node = row / p.group, head = at.kv_head * p.group + row % p.group;
+      u64 address = reinterpret_cast<u64>(p.q) +
+                    2 * ((at.first_row + static_cast<i64>(node)) * p.stride_q_row + static_cast<i64>(head) * p.stride_q_head);
+      if (static_cast<i32>(row) >= at.row_end) address = reinterpret_cast<u64>(p.q) | 1;
+      const u32 to = shared_address(memory.q[begin / 64]) + chunk / 8 * (64 * 128) + (begin % 64 + part) * 128 +
+                     ((chunk % 8 ^ part) << 4);
+      copy_rows<32>(to, address);
+    }
+    copy_async_arrive(shared_address(&memory.q_full));
+  }
+
+  __device__ __forceinline__ void item(const Cursor& at) {
+    find_thread();
+    if (warp != 0) copy_q(at);
+    find_thread();
+    if (p.page_rows == 0) {
+      full_rows(at);
+    } else {
+      if (warp == 0)
+        full_boxes(at);
+      else
+        place.skip(at.full_tiles);
+      // The other warps have not seen how far the ring has come, and a phase tells odd from even only.
+      if (at.tiles > at.full_tiles) warpgroup_sync(1);
+    }
+#pragma unroll 1
+    for (i32 tile = at.full_tiles; tile < at.tiles; ++tile) {
+      find_thread();
+      const KeyAddress address = edge(at, at.edge_begin + (tile - at.full_tiles) * (KEYS / EDGE_KEYS));
+#pragma unroll 1
+      for (u32 half = 0; half < 2; ++half) copy(half == 0 ? address.k : address.v, half);
+      place = place.next();
+    }
+  }
+
+  // Hand the item at the cursor to the other warps.
+  __device__ __forceinline__ void publish() {
+    barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
+    if (lane == 0) cursor_find<KEYS, 64 * CONSUMERS>(memory.walk, p);
+    __syncwarp();
+    copy_item(memory.items[place.item_slot()], memory.walk, lane);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
+  }
+
+  __device__ __forceinline__ void run() {
+    find_thread();
+    if (warp == 0) {
+      if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = __ldg(p.work + blockIdx.x * WORK_FIELDS + lane);
+      __syncwarp();
+    }
+    for (;;) {
+      find_thread();
+      if (warp == 0)
+        publish();
+      else
+        barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());
+      const Cursor& at = memory.items[place.item_slot()];
+      if (at.tiles == 0) break;
+      item(at);
+      find_thread();
+      __syncwarp();
+      if (warp != 0) {
+        if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
+      } else {
+        if (lane == 0) cursor_advance<64 * CONSUMERS>(memory.walk, p);
+        __syncwarp();
+      }
+      place.next_item();
+    }
+    // no thread ends with copies on their way
+    copy_async_wait_all();
+  }
+};
+
+}  // namespace treeattn

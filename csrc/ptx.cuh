@@ -1,0 +1,289 @@
+// PTX of sm_90a that the kernels are written in: barriers, asynchronous copies, warpgroup matrix products.
+//
+// No toolkit header: NVRTC compiles these files as they are.
+
+#pragma once
+
+#include "params.h"
+
+#ifndef TREEATTN_TRAP_AFTER_MS
+#define TREEATTN_TRAP_AFTER_MS 0  // a checked build traps after so long at one barrier instead of hanging
+#endif
+
+namespace treeattn {
+
+struct Bf16 {};
+struct Fp16 {};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// Ends the grid with an error.
+__device__ __forceinline__ void trap() { asm volatile("trap;"); }
+
+// Thread of its warpgroup. Read anew each time: a value that is kept would hold a register where there are few.
+__device__ __forceinline__ u32 thread_in_group() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread % 128;
+}
+
+// Lane 0's number, which the compiler then knows to be the same in all lanes.
+template <class T>
+__device__ __forceinline__ T uniform(T number) {
+  return __shfl_sync(~0u, number, 0);
+}
+
+// --- barriers -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 times) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0], %1;\n\t}" ::"r"(barrier), "r"(times)
+               : "memory");
+}
+
+// Arrive once, and let the barrier wait for so many bytes of tensor copies.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
+  u32 passed;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed != 0;
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#if TREEATTN_TRAP_AFTER_MS > 0
+  u64 start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  while (!barrier_passed(barrier, parity)) {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    if (now - start > TREEATTN_TRAP_AFTER_MS * 1000000ull) trap();
+  }
+#else
+  while (!barrier_passed(barrier, parity)) {
+  }
+#endif
+}
+
+// What this thread has written to shared memory (cp.async too, once waited for) is seen by wgmma from here on.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- asynchronous copies --------------------------------------------------------------------------------------------
+
+// 16 bytes from global to shared memory past L1; `bytes` 0 reads nothing and writes zeros.
+__device__ __forceinline__ void copy_async_16(u32 to, u64 from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// Read a number from global memory in place, if it is there. Written so that it stays in one register: a copy of one to
+// another waits for the load.
+__device__ __forceinline__ void reload(u32& number, const u32* from, bool there) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
+      "@p ld.global.nc.u32 %0, [%1];\n\t}"
+      : "+r"(number)
+      : "l"(from), "r"(static_cast<int>(there)));
+}
+
+// 16 bytes to shared memory.
+__device__ __forceinline__ void store_shared_16(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ void load_shared_16(u32 (&to)[4], u32 from) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
+// Four 8 x 8 blocks of 16-bit numbers: `row` is of lane l row l % 8 of block l / 8. Lane l gets of each block row l / 4,
+// columns 2 (l % 4) and the next.
+__device__ __forceinline__ void load_blocks(u32* to, u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row)
+               : "memory");
+}
+
+// 16 bytes to global memory.
+__device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// None of this thread's copies is on its way.
+__device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// This thread's copies so far arrive at the barrier when they are there, as one arrival.
+__device__ __forceinline__ void copy_async_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// A box of a tensor map to shared memory, in the map's swizzle, by one thread: 64 dims from `dim` on of slots from `slot`
+// on, of a head and a page. The barrier is told of its bytes.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page,
+                                         u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
+          "r"(to), "l"(&map), "r"(dim), "r"(slot), "r"(head), "r"(page), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// --- registers and dependent launches -------------------------------------------------------------------------------
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// The next kernel of the stream may be launched as soon as every block has come here.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// --- numbers --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two numbers in 16 bits each, the first in the low half.
+template <class T>
+__device__ __forceinline__ u32 pack(float low, float high);
+
+template <>
+__device__ __forceinline__ u32 pack<Bf16>(float low, float high) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+template <>
+__device__ __forceinline__ u32 pack<Fp16>(float low, float high) {
+  u32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// --- warpgroup matrix products --------------------------------------------------------------------------------------
+
+// A warpgroup's registers (accumulators, A) are as its threads left them: before the first product that uses them.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The 128 threads of a warpgroup wait for each other, at named barrier `id`.
+__device__ __forceinline__ void warpgroup_sync(int id) {
+  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+// The compiler must not move a use of registers that a product writes across this.
+template <int COUNT>
+__device__ __forceinline__ void pin(float (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+// Shared memory operand of a product in the 128-byte swizzle. The tile begins at a multiple of 1024 bytes; `stride` is
+// from 8 rows of 128 bytes to the next 8, `leading` from 64 columns to the next 64 where columns are the outer axis of
+// the product (V), and not read where they are summed over (K).
+__device__ __forceinline__ u64 operand(u32 address, u32 leading, u32 stride) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(leading >> 4) << 16 |
+         static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(1) << 62;
+}
+
+// d[64, N] (+)= a[64, 16] b[16, N]: `a` in registers, `b` in shared memory. ACROSS: a row of shared memory is one of
+// the 16 (V: a key), not one of the N (K). Thread t holds of `d` rows t / 32 * 16 + t % 32 / 4 + {0, 8}, columns
+// 8 j + 2 (t % 4) + {0, 1} at d[4 j + {0, 1}] and, of the lower row, d[4 j + {2, 3}]; of `a` the same places for j of 0
+// and 1, in the order a[0] row 0 j 0, a[1] row 8 j 0, a[2] row 0 j 1, a[3] row 8 j 1. `run_shared`: `a` in shared memory,
+// rows of 16 numbers that are summed over.
+template <class T, int N, int ACROSS>
+struct Product;
+
+#define TREEATTN_F8(d, i)                                                                                        \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+
+#define TREEATTN_PRODUCT(TYPE, NAME)                                                                               \
+  template <int ACROSS>                                                                                            \
+  struct Product<TYPE, 64, ACROSS> {                                                                               \
+    static __device__ __forceinline__ void run(float (&d)[32], const u32* a, u64 b, int accumulate) {              \
+      asm volatile(                                                                                                \
+          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %37, 0;\n\t"                                                       \
+          "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                              \
+          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+          "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n\t}"       \
+          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24)                           \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));                     \
+    }                                                                                                              \
+    static __device__ __forceinline__ void run_shared(float (&d)[32], u64 a, u64 b, int accumulate) {              \
+      asm volatile(                                                                                                \
+          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"                                                       \
+          "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                              \
+          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+          "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, %35;\n\t}"                     \
+          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24)                           \
+          : "l"(a), "l"(b), "r"(accumulate), "n"(ACROSS));                                                         \
+    }                                                                                                              \
+  };                                                                                                               \
+  template <int ACROSS>                                                                                            \
+  struct Product<TYPE, 128, ACROSS> {                                                                              \
+    static __device__ __forceinline__ void run(float (&d)[64], const u32* a, u64 b, int accumulate) {              \
+      asm volatile(                                                                                                \
+          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %69, 0;\n\t"                                                       \
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME                                             \
+          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+          "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "   \
+          "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "   \
+          "%62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n\t}"                                               \
+          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24), TREEATTN_F8(d, 32),      \
+            TREEATTN_F8(d, 40), TREEATTN_F8(d, 48), TREEATTN_F8(d, 56)                                             \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));                     \
+    }                                                                                                              \
+  };
+
+TREEATTN_PRODUCT(Bf16, "bf16")
+TREEATTN_PRODUCT(Fp16, "f16")
+#undef TREEATTN_PRODUCT
+#undef TREEATTN_F8
+
+}  // namespace treeattn

@@ -1,0 +1,99 @@
+"""The CUDA kernels compile with nvcc for sm_90a: no spills, no serialised wgmma; prints registers, shared memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from treeattn.cuda.build import NVCC_OPTIONS, find_nvcc, kernels_in, source_dir
+
+SHARED_LIMIT = 227 * 1024
+SHARED_OF_SM, RESERVED = 228 * 1024, 1024
+SOURCES = sorted(path.name for path in source_dir().glob("*.cu"))
+BUILDS = {
+    "plain": (),
+    "canary": ("TREEATTN_CANARY=1", "TREEATTN_DELAY=1", "TREEATTN_TRAP_AFTER_MS=2000"),
+}
+COMPLAINTS = re.compile(r"C75\d\d|setmaxnreg|warning|error", re.IGNORECASE)
+"""C7508: setmaxnreg ignored; C7510 to C7520: wgmma serialised, one reason each."""
+
+pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+
+
+def kernels_of(log: str) -> dict[str, tuple[int, int]]:
+    """Spill bytes (stores and loads) and registers at launch, by kernel."""
+    found = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        log,
+        re.DOTALL,
+    )
+    return {name: (int(stores) + int(loads), int(registers)) for name, stores, loads, registers in found}
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_compiles_without_spills_or_serialised_products(source: str, build: str, tmp_path: Path) -> None:
+    options = [*NVCC_OPTIONS, "-Xptxas", "-v,-warn-spills,-warn-lmem-usage", *(f"-D{macro}" for macro in BUILDS[build])]
+    command = [str(find_nvcc()), *options, "-o", str(tmp_path / "out.cubin"), str(source_dir() / source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    complaints = [line for line in log.splitlines() if COMPLAINTS.search(line)]
+    assert not complaints, "\n".join(complaints)
+    kernels = kernels_of(log)
+    assert sorted(kernels) == sorted(kernels_in(source))
+    for name, (spilled, registers) in kernels.items():
+        print(f"{build} {name}: {registers} registers at launch, {spilled} bytes spilled")
+        assert spilled == 0
+
+
+def disassembled(source: str, folder: Path) -> dict[str, list[str]]:
+    """Machine instructions by kernel."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = folder / "plain.cubin"
+    command = [str(find_nvcc()), *NVCC_OPTIONS, "-o", str(cubin), str(source_dir() / source)]
+    subprocess.run(command, check=True, capture_output=True)
+    text = subprocess.run([tool, "-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
+    kernels: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if named := re.search(r"Function : (\w+)", line):
+            code = kernels.setdefault(named[1], [])
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", line):
+            code.append(found[1])
+    return kernels
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_exponentials_run_under_a_product(source: str, tmp_path: Path) -> None:
+    """Between the wait for Q K^T, with P V still on its way, and the wait for P V stand the exponentials of a tile."""
+    for name, code in disassembled(source, tmp_path).items():
+        keys = int(name.rsplit("_n", 1)[1])
+        begin = next(at for at, line in enumerate(code) if re.search(r"DEPBAR\.LE gsb0, 0x1", line))
+        end = next(at for at, line in enumerate(code) if at > begin and re.search(r"DEPBAR\.LE gsb0, 0x0", line))
+        assert sum("MUFU.EX2" in line for line in code[begin:end]) >= keys // 2, name
+
+
+def test_shared_memory_fits(tmp_path: Path) -> None:
+    """The structs that the kernels lay over shared memory, measured by nvcc's host compiler."""
+    shapes = {name: shape for source in SOURCES for name, shape in kernels_in(source).items()}
+    lines = []
+    for name, shape in shapes.items():
+        arguments = f"{shape.head_dim}, {shape.consumers}, {shape.keys}, {shape.stages}, {shape.q_steps}"
+        lines.append(f'  std::printf("{name} %zu\\n", sizeof(treeattn::Shared<{arguments}>::Layout));')
+    main = tmp_path / "main.cu"
+    main.write_text('#include <cstdio>\n#include "ring.cuh"\nint main() {\n' + "\n".join(lines) + "\n}\n")
+    program = tmp_path / "main"
+    subprocess.run(
+        [str(find_nvcc()), "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-I", str(source_dir()), "-o",
+         str(program), str(main)], check=True, capture_output=True,
+    )  # fmt: skip
+    for line in subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines():
+        name, taken = line.split()
+        shape = shapes[name]
+        print(f"{name}: {taken} bytes of shared memory, {shape.blocks} block(s) an SM")
+        assert int(taken) == shape.shared_bytes <= SHARED_LIMIT
+        assert shape.blocks * (int(taken) + RESERVED) <= SHARED_OF_SM

@@ -1,0 +1,29 @@
+// The kernels of csrc on the host, behind one C function; built with ptx.cuh of this folder in place of csrc's.
+
+#include "ptx.cuh"
+
+int block_threads;
+
+#include "attention_sm90_d128.cu"
+#include "attention_sm90_d64.cu"
+
+static treeattn::AttentionParams call;
+static void (*chosen)(const treeattn::AttentionParams);
+static void start() { chosen(call); }
+
+// Runs a kernel for every block of the grid; false if it comes to a standstill.
+extern "C" bool run_kernel(const char* name, const treeattn::AttentionParams* params, int blocks, int threads) {
+  chosen = nullptr;
+#define TREEATTN_NAMED(NAME) \
+  if (std::strcmp(name, #NAME) == 0) chosen = NAME;
+  TREEATTN_KERNELS
+  if (chosen == nullptr) return false;
+  call = *params;
+  block_threads = threads;
+  for (int block = 0; block < blocks; ++block) {
+    blockIdx.x = block;
+    std::memset(treeattn::shared_bytes, 0xFF, sizeof(treeattn::shared_bytes));  // NaN
+    if (!treeattn::run_block(threads, start)) return false;
+  }
+  return true;
+}

@@ -1,0 +1,397 @@
+// csrc/ptx.cuh for the host: the same functions, each GPU thread a fiber, one block at a time.
+//
+// For tests of the kernels' logic without a GPU: indices, phases of barriers, masks, the walk, what is copied when. A
+// copy happens when it is waited for, no earlier; a product happens when it is issued, so that a slot which is given back
+// before its product has ended does not show here (the canary build on a GPU is for that). Operands are read through
+// their descriptors, by the canonical layouts of the PTX manual.
+
+#pragma once
+
+#include <csetjmp>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include <ucontext.h>
+
+#define __device__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __align__(bytes)
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+#include "params.h"
+
+struct Index {
+  unsigned x;
+};
+inline Index threadIdx, blockIdx;
+
+namespace treeattn {
+
+struct Bf16 {};
+struct Fp16 {};
+
+alignas(1024) unsigned char shared_bytes[227 * 1024];
+
+// --- fibers ---------------------------------------------------------------------------------------------------------
+
+constexpr int MOST_THREADS = 512, STACK = 128 * 1024;
+
+struct Copy {
+  u32 to;
+  u64 from;
+  u32 bytes;
+};
+
+struct Fiber {
+  ucontext_t context;
+  jmp_buf here;
+  std::vector<char> stack;
+  bool started = false, done = false;
+  std::vector<Copy> open;
+};
+
+inline Fiber fibers[MOST_THREADS];
+inline jmp_buf scheduler;
+inline ucontext_t first_context;
+inline int running;
+inline void (*body)();
+inline long progress;  // barriers passed and meetings held; none in a whole round of fibers means that all hang
+
+inline void enter() {
+  body();
+  fibers[running].done = true;
+  _longjmp(scheduler, 1);
+}
+
+inline void yield() {
+  if (_setjmp(fibers[running].here) == 0) _longjmp(scheduler, 1);
+  threadIdx.x = running;
+}
+
+inline bool run_block(int threads, void (*kernel)()) {
+  body = kernel;
+  for (int i = 0; i < threads; ++i) {
+    Fiber& fiber = fibers[i];
+    fiber.stack.resize(STACK);
+    fiber.started = fiber.done = false;
+    fiber.open.clear();
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+  }
+  for (;;) {
+    long before = progress;
+    bool all = true;
+    for (int i = 0; i < threads; ++i) {
+      if (fibers[i].done) continue;
+      all = false;
+      running = i;
+      threadIdx.x = i;
+      if (_setjmp(scheduler) == 0) {
+        if (fibers[i].started) _longjmp(fibers[i].here, 1);
+        fibers[i].started = true;
+        setcontext(&fibers[i].context);
+      }
+      progress += fibers[running].done;
+    }
+    if (all) return true;
+    if (progress == before) return false;
+  }
+}
+
+// Threads that meet: each leaves a value and goes on once all have.
+template <int SIZE, class Value>
+struct Meeting {
+  int arrived = 0;
+  u32 held = 0, kind = 0;
+  Value left[2][SIZE];
+
+  const Value* meet(int me, const Value& value, u32 what) {
+    const u32 mine = held;
+    if (arrived == 0) kind = what;
+    if (kind != what) {
+      std::fprintf(stderr, "thread %d does %u where others do %u\n", running, what, kind);
+      std::abort();
+    }
+    left[mine % 2][me] = value;
+    if (++arrived == SIZE) {
+      arrived = 0;
+      held += 1;
+      progress += 1;
+    } else {
+      while (held == mine) yield();
+    }
+    return left[mine % 2];
+  }
+};
+
+struct Fragment {
+  u32 a[4];
+};
+
+inline Meeting<32, u64> warps[MOST_THREADS / 32];
+inline Meeting<128, Fragment> warpgroups[MOST_THREADS / 128];
+inline Meeting<128, u64> named[16];
+
+inline const u64* warp_meets(u64 value, u32 what) { return warps[running / 32].meet(running % 32, value, what); }
+
+}  // namespace treeattn
+
+inline void __syncwarp() { treeattn::warp_meets(0, 1); }
+inline void __syncthreads() {
+  // once, behind the setting up: counted by hand
+  static int arrived, held;
+  const int mine = held;
+  extern int block_threads;
+  if (++arrived == block_threads) {
+    arrived = 0;
+    held += 1;
+    treeattn::progress += 1;
+  } else {
+    while (held == mine) treeattn::yield();
+  }
+}
+template <class T>
+inline T __shfl_sync(unsigned, T value, unsigned lane) {
+  treeattn::u64 bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = treeattn::warp_meets(bits, 2)[lane % 32];
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+inline float __shfl_xor_sync(unsigned, float value, unsigned mask) {
+  return __shfl_sync(~0u, value, treeattn::running % 32 ^ mask);
+}
+inline bool __any_sync(unsigned, bool value) {
+  const treeattn::u64* all = treeattn::warp_meets(value, 3);
+  bool any = false;
+  for (int i = 0; i < 32; ++i) any |= all[i] != 0;
+  return any;
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  const treeattn::u64* all = treeattn::warp_meets(value, 4);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
+  return bits;
+}
+template <class T>
+inline T __ldg(const T* from) {
+  return *from;
+}
+
+namespace treeattn {
+
+[[noreturn]] inline void trap() {
+  std::fprintf(stderr, "trap\n");
+  std::abort();
+}
+inline u32 thread_in_group() { return running % 128; }
+inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared_bytes);
+}
+
+template <class T>
+inline T uniform(T number) {
+  return __shfl_sync(~0u, number, 0);
+}
+
+// A barrier: arrivals that it takes, those that are missing, bytes that are, and how often it has completed.
+struct Barrier {
+  unsigned char wanted, missing;
+  unsigned short completed;
+  i32 bytes;
+};
+
+inline Barrier& barrier_at(u32 address) { return *reinterpret_cast<Barrier*>(shared_bytes + address); }
+inline void barrier_init(u32 barrier, u32 arrivals) {
+  barrier_at(barrier) = {static_cast<unsigned char>(arrivals), static_cast<unsigned char>(arrivals), 0, 0};
+}
+inline void barrier_turn(Barrier& at) {
+  if (at.missing != 0 || at.bytes != 0) return;
+  at.missing = at.wanted;
+  at.completed += 1;
+  progress += 1;
+}
+inline void barrier_arrive(u32 barrier, u32 times = 1) {
+  Barrier& at = barrier_at(barrier);
+  if (times > at.missing) {
+    std::fprintf(stderr, "%u arrivals where %d are missing\n", times, at.missing);
+    std::abort();
+  }
+  at.missing -= times;
+  barrier_turn(at);
+}
+inline void barrier_expect(u32 barrier, u32 bytes) {
+  barrier_at(barrier).bytes += bytes;
+  barrier_arrive(barrier);
+}
+inline void barrier_wait(u32 barrier, u32 parity) {
+  while (barrier_at(barrier).completed % 2 == parity) yield();
+}
+inline void fence_async_proxy() {}
+
+inline void copy_now(const Copy& copy) {
+  if (copy.bytes != 0)
+    std::memcpy(shared_bytes + copy.to, reinterpret_cast<const void*>(copy.from), 16);
+  else
+    std::memset(shared_bytes + copy.to, 0, 16);
+}
+inline void copy_async_16(u32 to, u64 from, u32 bytes) { fibers[running].open.push_back({to, from, bytes}); }
+inline void copy_async_wait_all() {
+  for (const Copy& copy : fibers[running].open) copy_now(copy);
+  fibers[running].open.clear();
+}
+// The words of a map here: address, shape (4, innermost first), byte strides (3), box (4). 16-bit numbers.
+inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page, u32 barrier) {
+  const u64* words = map.words;
+  for (u64 row = 0; row < words[9]; ++row)
+    for (u64 column = 0; column < words[8]; ++column) {
+      const u64 at[4] = {dim + column, slot + row, static_cast<u64>(head), static_cast<u64>(page)};
+      unsigned short number = 0;
+      if (at[0] < words[1] && at[1] < words[2] && at[2] < words[3] && at[3] < words[4])
+        std::memcpy(&number, reinterpret_cast<const char*>(words[0]) + 2 * at[0] + at[1] * words[5] + at[2] * words[6] +
+                                 at[3] * words[7], 2);
+      u32 place = to + row * 128 + column * 2;
+      place ^= (place >> 7 & 7) << 4;
+      std::memcpy(shared_bytes + place, &number, 2);
+    }
+  Barrier& at = barrier_at(barrier);
+  at.bytes -= words[8] * words[9] * 2;
+  barrier_turn(at);
+}
+inline void prefetch(const TensorMap&) {}
+inline void copy_async_arrive(u32 barrier) {
+  for (const Copy& copy : fibers[running].open) copy_now(copy);
+  fibers[running].open.clear();
+  barrier_arrive(barrier);
+}
+inline void reload(u32& number, const u32* from, bool there) {
+  if (there) number = *from;
+}
+inline void store_shared_16(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  const u32 all[4] = {a, b, c, d};
+  std::memcpy(shared_bytes + to, all, 16);
+}
+inline void load_shared_16(u32 (&to)[4], u32 from) { std::memcpy(to, shared_bytes + from, 16); }
+inline void load_blocks(u32* to, u32 row) {
+  const u64* rows = warp_meets(row, 7);
+  for (int block = 0; block < 4; ++block)
+    std::memcpy(to + block, shared_bytes + rows[block * 8 + running % 32 / 4] + running % 4 * 4, 4);
+}
+inline void store_four(float* to, float a, float b, float c, float d) {
+  to[0] = a;
+  to[1] = b;
+  to[2] = c;
+  to[3] = d;
+}
+template <int COUNT>
+inline void take_registers() {}
+template <int COUNT>
+inline void give_registers() {}
+inline void launch_dependents() {}
+
+inline float infinity() { return INFINITY; }
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+
+template <class T>
+float wide(unsigned short bits);
+template <>
+inline float wide<Fp16>(unsigned short bits) {
+  _Float16 number;
+  std::memcpy(&number, &bits, 2);
+  return static_cast<float>(number);
+}
+template <>
+inline float wide<Bf16>(unsigned short bits) {
+  const u32 high = static_cast<u32>(bits) << 16;
+  float number;
+  std::memcpy(&number, &high, 4);
+  return number;
+}
+template <class T>
+unsigned short narrow(float number);
+template <>
+inline unsigned short narrow<Fp16>(float number) {
+  const _Float16 half = static_cast<_Float16>(number);
+  unsigned short bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+template <>
+inline unsigned short narrow<Bf16>(float number) {
+  u32 bits;
+  std::memcpy(&bits, &number, 4);
+  if (number != number) return 0x7FFF;
+  return static_cast<unsigned short>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+template <class T>
+inline u32 pack(float low, float high) {
+  return narrow<T>(low) | static_cast<u32>(narrow<T>(high)) << 16;
+}
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int PENDING>
+inline void wgmma_wait() {}
+inline void warpgroup_sync(int id) { named[id].meet(running % 128, 0, 9); }
+template <int COUNT>
+inline void pin(float (&)[COUNT]) {}
+
+inline u64 operand(u32 address, u32 leading, u32 stride) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(leading >> 4) << 16 |
+         static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(1) << 62;
+}
+
+// A number of an operand: `line` is its row of K-major tiles (K: a key), its column of the others (V: a dim).
+template <class T>
+inline float number_at(u64 descriptor, int k, int line, bool across) {
+  const u32 start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4;
+  const u32 stride = (descriptor >> 32 & 0x3FFF) << 4;
+  u32 at = across ? start + line / 64 * leading + line % 64 * 2 + k / 8 * stride + k % 8 * 128
+                  : start + line / 8 * stride + line % 8 * 128 + k * 2;
+  at ^= (at >> 7 & 7) << 4;
+  unsigned short bits;
+  std::memcpy(&bits, shared_bytes + at, 2);
+  return wide<T>(bits);
+}
+
+template <class T, int N, int ACROSS>
+struct Product {
+  static void add(float* d, const float (&a)[2][16], u64 b, int accumulate) {
+    for (int i = 0; i < N / 2; ++i) {
+      const int column = i / 4 * 8 + running % 4 * 2 + i % 2;
+      float sum = accumulate ? d[i] : 0.f;
+      for (int k = 0; k < 16; ++k) sum += a[i / 2 % 2][k] * number_at<T>(b, k, column, ACROSS);
+      d[i] = sum;
+    }
+  }
+  static void run(float (&d)[N / 2], const u32* mine, u64 b, int accumulate) {
+    const Fragment* all = warpgroups[running / 128].meet(running % 128, {{mine[0], mine[1], mine[2], mine[3]}}, 5);
+    float a[2][16];
+    for (int lower = 0; lower < 2; ++lower)
+      for (int k = 0; k < 16; ++k) {
+        const Fragment& from = all[running % 128 / 4 * 4 + k % 8 / 2];
+        a[lower][k] = wide<T>(from.a[lower + k / 8 * 2] >> (k % 2 * 16) & 0xFFFF);
+      }
+    add(d, a, b, accumulate);
+  }
+  static void run_shared(float (&d)[N / 2], u64 a_descriptor, u64 b, int accumulate) {
+    warpgroups[running / 128].meet(running % 128, {}, 6);
+    float a[2][16];
+    for (int lower = 0; lower < 2; ++lower)
+      for (int k = 0; k < 16; ++k)
+        a[lower][k] = number_at<T>(a_descriptor, k, running % 128 / 32 * 16 + running % 32 / 4 + 8 * lower, false);
+    add(d, a, b, accumulate);
+  }
+};
+
+}  // namespace treeattn

@@ -1,0 +1,133 @@
+"""The CUDA kernels on the host, thread by thread (tests/cuda_host), with Triton's plan and merge in the interpreter.
+
+What this cannot show: registers, asynchronous products, races, and what the PTX of `csrc/ptx.cuh` does on a chip.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treeattn.cuda.build import kernels_in, source_dir
+from treeattn.cuda.config import cuda_config, variant_of
+from treeattn.cuda.launch import CacheMaps, bind_maps, fill, params_of
+from treeattn.kernels import launch as launching
+from treeattn.plan import Step
+from treeattn.testing import Case, Placement, build_case, check_case, draw_tree, random_case
+
+GXX = shutil.which("g++")
+HOST = Path(__file__).resolve().parent.parent / "cuda_host"
+pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
+
+
+@pytest.fixture(scope="module", params=["", "-DTREEATTN_CANARY=1"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("cuda_host")
+    for path in source_dir().iterdir():
+        shutil.copy(path, folder)
+    for path in HOST.iterdir():
+        shutil.copy(path, folder)
+    names = [name for source in source_dir().glob("*.cu") for name in kernels_in(source.name)]
+    listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
+    subprocess.run(
+        [str(GXX), "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
+         *filter(None, [request.param]), "-o", str(folder / "kernels.so"), str(folder / "kernels.cpp")], check=True,
+    )  # fmt: skip
+    loaded = ctypes.CDLL(str(folder / "kernels.so"))
+    loaded.run_kernel.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    loaded.run_kernel.restype = ctypes.c_bool
+    return loaded
+
+
+def host_map(to: Any, dtype: int, address: int, *numbers: Any) -> None:
+    """In place of the driver's encoding: what `copy_box` of tests/cuda_host/ptx.cuh reads."""
+    for index, number in enumerate((address, *(number for part in numbers for number in part))):
+        to.words[index] = number
+
+
+class HostAttention:
+    """In place of the launch of Triton's attention kernel."""
+
+    def __init__(self, library: Any, step: Step, *tensors: Any) -> None:
+        self.library, self.step, self.params = library, step, params_of(step, *tensors)
+        self.maps = CacheMaps(step, tensors[-1])
+
+    def __call__(self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float,
+                 *rest: Any) -> None:  # fmt: skip
+        config = self.step.config
+        assert config is not None
+        fill(self.params, q, k, v, k_tree, v_tree, out, lse, scale)
+        bind_maps(self.params, self.maps, k.shape[0])
+        name = variant_of(self.step, config).name.encode()
+        address = ctypes.addressof(self.params)
+        assert self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps), "a standstill"
+
+    first = __call__
+
+
+@pytest.fixture
+def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The triton backend, on the CPU, takes the tiles and the attention kernel of the cuda backend."""
+
+    class HostLayerLaunch(launching.LayerLaunch):
+        def __init__(self, step: Step, q: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scoring: Any,
+                     **rest: Any) -> None:  # fmt: skip
+            super().__init__(step, q, k_tree, v_tree, out, lse, scoring, **rest)
+            self.finish.arguments["FRAGMENTS"] = True
+            self.attention: Any = HostAttention(library, step, q, k_tree, v_tree, out, lse, rest["cache_strides"])
+
+    monkeypatch.setattr(launching, "LayerLaunch", HostLayerLaunch)
+    monkeypatch.setattr("treeattn.cuda.launch.encode_tensor_map", host_map)
+    planning = sys.modules["treeattn.plan"]
+    monkeypatch.setattr(planning, "group_config", lambda arch, geometry, width: cuda_config(geometry, width))
+
+
+def shaped(q_lens: list[int], prefixes: list[int], heads: tuple[int, int], head_dim: int = 64,
+           nodes: list[int] | None = None, **place: Any) -> Case:  # fmt: skip
+    rng = random.Random(sum(q_lens) + sum(prefixes))
+    trees = [draw_tree("recent", count, rng) for count in nodes or q_lens]
+    return build_case(trees, prefixes, q_lens=q_lens, heads=heads, head_dim=head_dim, dtype=torch.float16,
+                      placement=Placement(**place), seed=1)  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "lone-root": {"q_lens": [1], "prefixes": [0], "heads": (1, 1)},
+    "c1-one-full-tile": {"q_lens": [8], "prefixes": [64], "heads": (8, 1), "head_dim": 128, "page_size": 64},
+    "c1": {"q_lens": [8], "prefixes": [320], "heads": (8, 1), "head_dim": 128, "page_size": 64},
+    "c2": {"q_lens": [17], "prefixes": [333], "heads": (4, 1), "head_dim": 128, "page_size": 16, "table": "block"},
+    "c3-hnd": {"q_lens": [17], "prefixes": [200], "heads": (8, 1), "head_dim": 128, "page_size": 128,
+               "kv_layout": "HND"},
+    "slots": {"q_lens": [17, 17], "prefixes": [130, 1], "heads": (8, 2), "tree_kv": "slots", "page_size": 48},
+    "fresh": {"q_lens": [17], "prefixes": [100], "heads": (8, 1), "tree_kv": "fresh"},
+    "ragged": {"q_lens": [1, 8, 40, 3], "prefixes": [0, 63, 150, 5], "heads": (8, 1), "page_size": 16,
+               "table": "block"},
+    "boxes-of-8": {"q_lens": [17], "prefixes": [413], "heads": (4, 2), "page_size": 8, "table": "block"},
+    "rows": {"q_lens": [9], "prefixes": [333], "heads": (8, 1), "head_dim": 128, "page_size": 12},
+    "padded": {"q_lens": [17, 17, 17], "prefixes": [65, 0, 300], "heads": (4, 1), "nodes": [17, 1, 9],
+               "page_size": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.usefixtures("on_host")
+def test_shapes(name: str) -> None:
+    case = shaped(**SHAPES[name])
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.usefixtures("on_host")
+def test_random_cases(seed: int) -> None:
+    case = random_case(seed, dtype=torch.float16, head_dim=(64, 128)[seed % 2], batch=1 + seed % 3, max_prefix=130,
+                       max_width=(8, 17, 33)[seed % 3], num_kv_heads=1, cache="paged")  # fmt: skip
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"

@@ -1,0 +1,162 @@
+"""The CUDA kernel's walk along the plan (csrc/schedule.cuh, compiled for the host): every key of every row, once."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import treeattn
+from treeattn.config import KernelConfig
+from treeattn.cuda.build import source_dir
+
+GXX = shutil.which("g++")
+EDGE_KEYS = 32
+pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
+
+MAIN = """
+#include <cstdio>
+#include <cstring>
+#include <vector>
+#define __device__
+#define __forceinline__ inline
+#include "schedule.cuh"
+using namespace treeattn;
+
+static std::vector<int> numbers(int count) {
+  std::vector<int> read(count);
+  for (int& number : read) if (std::scanf("%d", &number) != 1) return {};
+  return read;
+}
+
+template <int TILE_ROWS, int KEYS>
+static void walk(const AttentionParams& p, int programs) {
+  for (int program = 0; program < programs; ++program) {
+    Cursor at;
+    std::memcpy(&at, p.work + program * WORK_FIELDS, PLANNED_FIELDS * sizeof(i32));
+    for (;;) {
+      cursor_find<KEYS, TILE_ROWS>(at, p);
+      if (at.tiles == 0) break;
+      std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request, at.kv_head, at.row_tile,
+                    at.row0, at.row_end, at.unit, at.end, at.full_tiles, at.full_units, at.tail_units, at.edge_begin,
+                    at.edge_end, at.tiles, at.whole, at.first_row);
+      cursor_advance<TILE_ROWS>(at, p);
+    }
+  }
+}
+
+int main() {
+  std::vector<int> head = numbers(7);
+  int programs = head[0], batch = head[1], rows = head[5], keys = head[6];
+  auto work = numbers(programs * WORK_FIELDS), spans = numbers(batch * SPAN_FIELDS), starts = numbers(batch + 1);
+  AttentionParams p = {};
+  p.work = work.data(), p.spans = spans.data(), p.qo_indptr = starts.data();
+  p.group = head[2], p.kv_heads = head[3], p.total_q = head[4];
+  if (rows == 64 && keys == 64) walk<64, 64>(p, programs);
+  if (rows == 128 && keys == 64) walk<128, 64>(p, programs);
+  if (rows == 192 && keys == 64) walk<192, 64>(p, programs);
+  if (rows == 128 && keys == 128) walk<128, 128>(p, programs);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("schedule")
+    (folder / "main.cpp").write_text(MAIN)
+    done = folder / "walk"
+    subprocess.run(
+        [str(GXX), "-std=c++17", "-I", str(source_dir()), "-o", str(done), str(folder / "main.cpp")], check=True
+    )
+    return done
+
+
+def keys_of_tile(item: dict[str, int], tile: int, prefix: int, nodes: int, keys: int) -> list[int]:
+    """Positions (nodes behind the prefix) that the producer copies for a tile, as `Producer::edge` finds them."""
+    if tile < item["full_tiles"]:
+        first = (item["unit"] + tile) * keys
+        return list(range(first, first + keys))
+    found = []
+    for key in range(keys):
+        first = item["edge_begin"] + (tile - item["full_tiles"]) * (keys // EDGE_KEYS)
+        unit, offset = first + key // EDGE_KEYS, key % EDGE_KEYS
+        word = unit - item["tail_units"]
+        if unit >= item["edge_end"]:
+            continue
+        if word >= 0:
+            node = word * EDGE_KEYS + offset
+            if node < nodes:
+                found.append(prefix + node)
+        else:
+            position = item["full_units"] * keys + unit * EDGE_KEYS + offset
+            if position < prefix:
+                found.append(position)
+    return found
+
+
+FIELDS = (
+    "program", "request", "kv_head", "row_tile", "row0", "row_end", "unit", "end", "full_tiles", "full_units",
+    "tail_units", "edge_begin", "edge_end", "tiles", "whole", "first_row",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("tile_rows", "keys"), [(64, 64), (128, 64), (192, 64), (128, 128)])
+def test_every_key_of_every_row_once(program: Path, tile_rows: int, keys: int, seed: int) -> None:
+    rng = random.Random(seed)
+    batch, group, kv_heads = rng.choice((1, 2, 5)), rng.choice((1, 4, 8)), rng.choice((1, 2))
+    widths = [rng.choice((1, 8, 17, 65)) for _ in range(batch)]
+    if seed % 3 == 0:
+        widths = [65] * batch  # as many row tiles each: lanes
+    nodes = [rng.choice((0, 1, width, width, width)) for width in widths]
+    prefixes = [rng.choice((0, 1, 63, 64, 65, 128, 300, 1000)) for _ in range(batch)]
+    starts = [0]
+    for width in widths:
+        starts.append(starts[-1] + width)
+    parents = torch.cat([torch.arange(-1, width - 1, dtype=torch.int32) for width in widths])
+    layout = treeattn.TreeLayout.from_parents(
+        parents,
+        torch.tensor(prefixes, dtype=torch.int32),
+        num_nodes=torch.tensor(nodes, dtype=torch.int32),
+        qo_indptr=torch.tensor(starts, dtype=torch.int32),
+        max_q_len=max(widths),
+    )
+    kv = treeattn.PagedKV(page_size=1, block_table=torch.zeros(batch, 2000, dtype=torch.int32))
+    config = KernelConfig(tile_rows, keys, 64, 4, 1, 1, 1, "test")
+    step = treeattn.plan(
+        layout, kv, group * kv_heads, kv_heads, 64, dtype=torch.float32, backend="triton", config=config
+    )
+    assert step.buffers is not None
+    numbers = [step.num_programs, batch, group, kv_heads, starts[-1], tile_rows, keys]
+    numbers += step.buffers.work.flatten().tolist() + step.buffers.spans.flatten()[: 4 * batch].tolist() + starts
+    walked = subprocess.run([program], input=" ".join(map(str, numbers)), capture_output=True, text=True, check=True)
+    items = [dict(zip(FIELDS, map(int, line.split()), strict=True)) for line in walked.stdout.splitlines()]
+    seen: Counter[tuple[int, int, int, int]] = Counter()
+    rows: dict[tuple[int, int, int], tuple[int, int]] = {}
+    slots: Counter[int] = Counter()
+    for item in items:
+        request = item["request"]
+        tile_of = (request, item["kv_head"], item["row_tile"])
+        assert rows.setdefault(tile_of, (item["row0"], item["row_end"])) == (item["row0"], item["row_end"])
+        assert item["row_end"] - item["row0"] <= tile_rows
+        if not item["whole"]:
+            slots[2 * item["program"] + (item["unit"] == 0)] += 1
+        for tile in range(item["tiles"]):
+            here = keys_of_tile(item, tile, prefixes[request], nodes[request], keys)
+            assert here, "a tile without keys"
+            seen.update((*tile_of, position) for position in here)
+    assert all(count == 1 for count in slots.values())
+    want: Counter[tuple[int, int, int, int]] = Counter()
+    for request in range(batch):
+        covered = sorted(span for (owner, head, _), span in rows.items() if owner == request and head == 0)
+        flat = [row for first, last in covered for row in range(first, last)]
+        assert flat == list(range(nodes[request] * group))
+        for tile in range(len(covered)):
+            for head in range(kv_heads):
+                want.update((request, head, tile, position) for position in range(prefixes[request] + nodes[request]))
+    assert seen == want

@@ -1,0 +1,1 @@
+"""The CUDA C++ kernels of ``csrc``: building them, loading them, launching them. Importing this imports no toolkit."""

@@ -1,0 +1,70 @@
+"""Which of the Hopper kernels a geometry takes: a pure function, tested, never tuned in serving."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..config import KernelConfig
+from ..geometry import Geometry
+
+ARCH = 90
+HEAD_DIMS = (64, 128)
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+KEYS = 64
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for; its name in ``csrc``.
+
+    Attributes
+    ----------
+    dtype : {"bf16", "fp16"}
+    head_dim : int
+    consumers : int
+        Warpgroups of 64 packed rows.
+    keys : int
+        Keys of a KV tile.
+    """
+
+    dtype: str
+    head_dim: int
+    consumers: int
+    keys: int
+
+    @property
+    def name(self) -> str:
+        """Of the kernel's function."""
+        return f"attention_sm90_{self.dtype}_d{self.head_dim}_c{self.consumers}_n{self.keys}"
+
+
+def consumers_for(rows: int) -> int:
+    """Consumer warpgroups of a block for `rows` packed rows of a request and KV head.
+
+    The fewest 64-row products in all, then the fewest reads of K and V, then the smaller block: 64 rows take one, 68
+    two, 136 three; 260 take two tiles on three, 512 four tiles on two.
+    """
+
+    def cost(consumers: int) -> tuple[int, int, int]:
+        tiles = -(-rows // (64 * consumers))
+        return tiles * -(-rows // (64 * tiles)), tiles, consumers
+
+    return 1 if rows <= 64 else min((2, 3), key=cost)
+
+
+def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
+    """Tiles of a group of layers, in the terms of the plan."""
+    consumers = consumers_for(geometry.group * max_q_len)
+    blocks = 2 if consumers == 1 else 1
+    reason = {
+        1: "one 64-row warpgroup, two blocks an SM",
+        2: "two 64-row warpgroups on the same K and V",
+        3: "three 64-row warpgroups on the same K and V",
+    }[consumers]
+    return KernelConfig(64 * consumers, KEYS, geometry.head_dim, 4 * (consumers + 1), 6, blocks, 2, reason)
+
+
+def variant_of(geometry: Geometry, config: KernelConfig) -> Variant:
+    """The kernel that a configuration stands for."""
+    return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, config.block_m // 64, config.block_n)

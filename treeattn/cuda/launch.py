@@ -1,0 +1,301 @@
+"""Launching the Hopper kernels in place of Triton's ``attention_kernel``; plan and merge are the Triton kernels'.
+
+A call costs one driver call: the params struct is kept, and only addresses and the scale are written anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..driver import (
+    BFLOAT16,
+    FLOAT16,
+    INVALID_CONTEXT,
+    Function,
+    Module,
+    check,
+    driver,
+    encode_tensor_map,
+    make_current,
+)
+from ..kernels.launch import LOG2_E, LayerLaunch, finish_leading
+from ..plan import Step
+from ..scoring import Scoring
+from .build import build, kernels_in
+from .config import KEYS, Variant, variant_of
+from .params import Q_SIGNS, AttentionParams, TensorMap, division
+
+ROW_BYTES = 16
+"""What a copy moves at once: rows of K and V start at multiples of it."""
+BOX_DIMS = 64
+"""Dims of a tensor copy's box: 128 bytes, the row of the swizzle."""
+MAX_STRIDE = 2**40
+"""What a tensor map's strides, in bytes, must stay below."""
+MOST_MAPS = 1024
+"""Pairs of caches whose tensor maps a launch keeps: more than a model has layers."""
+
+
+@cache
+def _module(source: str, device_index: int, macros: tuple[str, ...]) -> Module:
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream().synchronize()  # makes the context
+        return Module(build(source, macros))
+
+
+@cache
+def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> Function:
+    """A kernel on a device, built, loaded and with its shared memory granted: for set-up, not inside a capture."""
+    source = f"attention_sm90_d{variant.head_dim}.cu"
+    shape = kernels_in(source).get(variant.name)
+    if shape is None:
+        raise NotImplementedError(f"backend 'cuda' has no kernel {variant.name}; backend='triton' takes any tile")
+    module = _module(source, device_index, macros)
+    with torch.cuda.device(device_index):
+        return module.function(variant.name, shape.shared_bytes)
+
+
+def index_of(device: torch.device) -> int:
+    """Number of a CUDA device."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def prepare(step: Step) -> Function:
+    """Load the kernel of a step, once; see :func:`load`. ``TREEATTN_CUDA_MACROS`` names macros of a checked build."""
+    if step.config is None:
+        raise ValueError("a step of the cuda backend has a configuration")
+    function: Function | None = step.launches.get("cuda")
+    if function is None:
+        macros = tuple(os.environ.get("TREEATTN_CUDA_MACROS", "").split())
+        function = load(variant_of(step, step.config), index_of(step.layout.device), macros)
+        step.launches["cuda"] = function
+    return function
+
+
+def refuse_unaligned(cache_strides: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """NotImplementedError unless rows of K and V start at multiples of 16 bytes, and pairs of q and out at 4."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        strides = cache_strides if name.endswith("_cache") else tensor.stride()[:2]
+        unit = 4 if name in ("q", "out") else ROW_BYTES
+        if tensor.data_ptr() % unit or any(stride * tensor.element_size() % unit for stride in strides):
+            raise NotImplementedError(
+                f"backend 'cuda' cannot do this: it needs rows of {name} at multiples of {unit} bytes, got address "
+                f"{tensor.data_ptr():#x} and strides {tuple(strides)}; backend='triton' can"
+            )
+
+
+def params_of(
+    step: Step,
+    q: Tensor,
+    k_tree: Tensor | None,
+    v_tree: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    cache_strides: tuple[int, ...],
+) -> AttentionParams:
+    """What of the params struct stays from call to call; the tensors are read for their shapes and strides."""
+    layout, kv, buffers = step.layout, step.kv, step.buffers
+    if buffers is None:
+        raise ValueError("a step of the cuda backend has buffers")
+    magic, shift = division(kv.page_size)
+    params = AttentionParams(
+        partial_out=buffers.partial_out.data_ptr(),
+        partial_lse=buffers.partial_lse.data_ptr(),
+        work=buffers.work.data_ptr(),
+        spans=buffers.spans.data_ptr(),
+        qo_indptr=layout.qo_indptr.data_ptr(),
+        mask_words=step.words32.data_ptr(),
+        kv_indptr=_address(kv.kv_indptr),
+        table=kv.table.data_ptr(),
+        tree_slots=_address(kv.tree_slots),
+        stride_table_request=kv.table.stride(0),
+        total_q=q.shape[0],
+        num_words=2 * layout.num_words,
+        group=step.group,
+        kv_heads=step.num_kv_heads,
+        page_size=kv.page_size,
+        page_magic=magic,
+        page_shift=shift,
+        wide_table=kv.table.dtype == torch.int64,
+        wide_indptr=kv.kv_indptr is not None and kv.kv_indptr.dtype == torch.int64,
+        wide_slots=kv.tree_slots is not None and kv.tree_slots.dtype == torch.int64,
+        k_tree=int(k_tree is not None),  # not null: the nodes come with each call, at an address that `fill` writes
+        lse=int(lse is not None),
+    )
+    names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
+    for name, stride in zip(names, cache_strides, strict=True):
+        setattr(params, f"stride_{name}", stride)
+    for name, tensor in (("q", q), ("k_tree", k_tree), ("v_tree", v_tree), ("out", out), ("lse", lse)):
+        if tensor is not None:
+            setattr(params, f"stride_{name}_row", tensor.stride(0))
+            setattr(params, f"stride_{name}_head", tensor.stride(1))
+    return params
+
+
+def box_rows(page_size: int) -> int:
+    """Slots of a page that a tensor copy brings at once; 0 where there is none: 8 rows are the period of the swizzle.
+
+    >>> box_rows(16), box_rows(48), box_rows(256), box_rows(1)
+    (16, 16, 64, 0)
+    """
+    rows = math.gcd(page_size, KEYS)
+    return rows if rows >= 8 else 0
+
+
+class CacheMaps:
+    """Tensor maps of the K and V caches of a step's layers, made once for each pair of them."""
+
+    def __init__(self, step: Step, cache_strides: tuple[int, ...]) -> None:
+        self.page_size, self.kv_heads, self.head_dim = step.kv.page_size, step.num_kv_heads, step.head_dim
+        self.dtype = BFLOAT16 if step.dtype == torch.bfloat16 else FLOAT16
+        self.strides = [2 * stride for stride in cache_strides]  # page, slot, head: of K, of V
+        usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
+        self.rows = box_rows(self.page_size) if usable else 0
+        self.made: dict[tuple[int, int, int], tuple[TensorMap, TensorMap]] = {}
+
+    def bind(self, params: AttentionParams, k: int, v: int, num_pages: int) -> None:
+        """Write the maps of caches at these addresses to the params struct."""
+        key = (k, v, num_pages)
+        maps = self.made.get(key)
+        if maps is None:
+            if len(self.made) >= MOST_MAPS:
+                self.made.clear()
+            pair = ((k, self.strides[:3]), (v, self.strides[3:]))
+            k_map, v_map = (self._encode(address, num_pages, strides) for address, strides in pair)
+            maps = self.made[key] = (k_map, v_map)
+        params.k_map, params.v_map = maps
+
+    def _encode(self, address: int, num_pages: int, strides: Sequence[int]) -> TensorMap:
+        page, slot, head = strides
+        made = TensorMap()
+        shape = (self.head_dim, self.page_size, self.kv_heads, num_pages)
+        encode_tensor_map(made, self.dtype, address, shape, (slot, head, page), (BOX_DIMS, self.rows, 1, 1))
+        return made
+
+
+def fill(
+    params: AttentionParams, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float
+) -> None:
+    """Write the addresses and the scale (times log2(e)) of a call; a tensor may come as its address."""
+    params.q, params.k, params.v, params.out = _address(q), _address(k), _address(v), _address(out)
+    if params.k_tree:
+        params.k_tree, params.v_tree = _address(k_tree), _address(v_tree)
+    if params.lse:
+        params.lse = _address(lse)
+    # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
+    params.scale = max(abs(scale), 1e-30)
+    params.q_sign = Q_SIGNS if scale < 0 else 0
+
+
+class AttentionLaunch:
+    """The attention kernel of a step, called with the leading arguments of Triton's ``attention_kernel``."""
+
+    def __init__(
+        self,
+        step: Step,
+        q: Tensor,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        cache_strides: tuple[int, ...],
+    ) -> None:
+        if step.config is None:
+            raise ValueError("a step of the cuda backend has a configuration")
+        self.device_index = index_of(step.layout.device)
+        self.function = prepare(step)
+        self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
+        self.template = params_of(step, q, k_tree, v_tree, out, lse, cache_strides)
+        self.free: list[AttentionParams] = []  # threads share a launch: each takes a struct that no other has
+        self.maps = CacheMaps(step, cache_strides)
+        self.shape = (step.num_programs, 1, 1, 32 * step.config.num_warps, 1, 1, self.function.shared_bytes)
+
+    def __call__(
+        self, num_pages: int, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float
+    ) -> None:
+        """Launch on its device's current stream; a tensor may come as its address."""
+        # torch.cuda.current_device() is the same behind a check that CUDA is initialised, and 0.5 µs
+        if torch._C._cuda_getDevice() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                self(num_pages, q, k, v, k_tree, v_tree, out, lse, scale)
+            return
+        try:
+            params = self.free.pop()
+        except IndexError:
+            params = AttentionParams.from_buffer_copy(self.template)
+        fill(params, q, k, v, k_tree, v_tree, out, lse, scale)
+        bind_maps(params, self.maps, num_pages)
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        # cuLaunchKernel reads the struct before it returns
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, arguments, None)
+        if code == INVALID_CONTEXT:
+            make_current(self.device_index)
+            code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, arguments, None)
+        if code != 0:
+            check(f"launch of {self.function.name}", code)
+        self.free.append(params)
+
+
+def bind_maps(params: AttentionParams, maps: CacheMaps, num_pages: int) -> None:
+    """Let the kernel copy by tensor maps, if it can, from the caches that :func:`fill` has named."""
+    params.page_rows = maps.rows if num_pages > 0 else 0
+    if params.page_rows:
+        maps.bind(params, params.k, params.v, num_pages)
+
+
+def _address(tensor: Any) -> int:
+    """Address of a tensor, of what is one already, or 0."""
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() if isinstance(tensor, Tensor) else tensor
+
+
+class CudaLayerLaunch(LayerLaunch):
+    """The launches of a layer call with the attention of ``csrc``; arguments as of :class:`LayerLaunch`."""
+
+    def __init__(
+        self,
+        step: Step,
+        q: Tensor,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        scoring: Scoring,
+        *,
+        cache_strides: tuple[int, ...],
+        zero_tail: bool,
+    ) -> None:
+        super().__init__(step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail)
+        self.finish.arguments["FRAGMENTS"] = True
+        self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, cache_strides)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor | None,
+        k_tree: Tensor | None,
+        v_tree: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        scoring: Scoring,
+    ) -> None:
+        """Attention of one layer, then its merge, on the current stream."""
+        scale = scoring.sm_scale * LOG2_E
+        self.attention(k_cache.shape[0], q, k_cache, v_cache, k_tree, v_tree, out, lse, scale)
+        if self.finish.compiled is None:
+            leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
+            self.finish.first(*finish_leading(leading))
+        else:
+            self.finish(out.data_ptr(), _address(lse), _address(scoring.sinks))
