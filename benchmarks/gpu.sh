@@ -10,6 +10,7 @@
 # kimi      treeattn bench kimi -> h200-kimi.json, the attention of a verify step of Kimi K2.6 on one GPU of eight
 # tests     the test suite on the GPU -> gpu-tests.json
 # sanitize  compute-sanitizer memcheck on a small run of each kernel
+# sanitize-cuda  memcheck and racecheck on a small run of the kernels of csrc
 # check     the option table swept at random, CASES cases, and an injected fault -> check in gpu-tests.json
 # demo      draft trees through a CUDA graph: float32 exact, bfloat16 with the first divergence, and without a graph
 #
@@ -44,6 +45,12 @@ for name in "${@:-bench}"; do
     sanitize)
       stage sanitize env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         compute-sanitizer --tool memcheck --error-exitcode 9 python3 benchmarks/sanitize.py
+      ;;
+    sanitize-cuda)
+      for tool in memcheck racecheck; do
+        stage "$name-$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+          compute-sanitizer --tool "$tool" --error-exitcode 9 python3 benchmarks/sanitize.py --backend cuda
+      done
       ;;
     check) stage check python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$OUT" --cases "$CASES" ;;
     demo)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from settings_of_tests import same_bits
 
+import treeattn
 from treeattn.buffers import tensors_of
 from treeattn.graphs import capture
 from treeattn.testing import Case, Guarded, Options, StaticRun, judge, random_case, run_plain
@@ -35,10 +36,10 @@ def step_case(seed: int, dtype: torch.dtype, geometry: dict[str, Any]) -> Case:
 class Looped:
     """A StaticRun with its own cache, out and lse, whose step is `update_` and attention, captured or not."""
 
-    def __init__(self, like: Case, captured: bool) -> None:
+    def __init__(self, like: Case, captured: bool, backend: str = "triton") -> None:
         width = MAX_BATCH * (-(-(MAX_PREFIX + MAX_WIDTH) // like.placement.page_size) + 6)
         total = MAX_BATCH * MAX_WIDTH
-        self.static = StaticRun(like, MAX_BATCH, MAX_WIDTH, total, width, "triton")
+        self.static = StaticRun(like, MAX_BATCH, MAX_WIDTH, total, width, backend)
         self.k, self.v = like.k_cache.clone(), None if like.v_cache is None else like.v_cache.clone()
         shape = (total, like.num_qo_heads, like.head_dim_v)
         self.out = Guarded(shape, like.dtype, "cuda", gap=like.head_dim_v)
@@ -57,8 +58,6 @@ class Looped:
         self.graph = capture(self.step)[0] if captured else None
 
     def step(self) -> None:
-        import treeattn
-
         self.static.bufs.update_(**self.args)
         k_tree, v_tree = self.static.fresh or (None, None)
         treeattn.tree_attention(
@@ -114,18 +113,32 @@ GEOMETRIES: list[dict[str, Any]] = [
     {"group": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "table": "block", "tree_kv": "slots",
      "options": Options(batch_invariant=True)},
 ]  # fmt: skip
+COVERED = [*GEOMETRIES[:2], GEOMETRIES[2] | {"head_dim": 128}]
+"""What the cuda backend does, as the first three."""
+NO_CUDA = treeattn.available_backends("cuda")["cuda"]
 NAMES = ["page16-logical", "page1-slots", "page64-fresh", "window-sinks-cap", "fp8-fresh", "mla", "batch-invariant"]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_replays_are_right(geometry: dict[str, Any], dtype: torch.dtype) -> None:
+    replays_are_right(geometry, dtype, "triton")
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and NO_CUDA is not None, reason=f"backend 'cuda': {NO_CUDA}")
+@pytest.mark.parametrize("geometry", COVERED, ids=["page16-logical", "page1-slots", "page64-fresh"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_replays_of_cuda_are_right(geometry: dict[str, Any], dtype: torch.dtype) -> None:
+    replays_are_right(geometry, dtype, "cuda")
+
+
+def replays_are_right(geometry: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
     pins = {
         **geometry, "source": "parents", "index_dtype": torch.int32, "kv_layout": "NHD", "cache": "paged",
         "uniform": False, "strided_q": False, "extra_pages": 0, "tail": 0,
     }  # fmt: skip
     like = step_case(MAX_BATCH, dtype, pins)
-    graph, eager = Looped(like, captured=True), Looped(like, captured=False)
+    graph, eager = (Looped(like, captured, backend) for captured in (True, False))
     seeds = random.Random(0).sample(range(10_000), STEPS)
     graph.run(like)
     before = graph.addresses()
@@ -141,7 +154,7 @@ def test_replays_are_right(geometry: dict[str, Any], dtype: torch.dtype) -> None
             whole[: len(out)], whole_lse[: len(lse)] = out, lse
             verdict = judge(case, whole, whole_lse)
             assert verdict.ok, f"step {index}: {verdict.message}\n{case.describe()}"
-            called = run_plain(case, "triton")
+            called = run_plain(case, backend)
             verdict = judge(case, called.out, called.lse)
             assert verdict.ok, f"plain call, step {index}: {verdict.message}"
     assert graph.addresses() == before

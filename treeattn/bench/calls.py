@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..geometry import Geometry
 from .inputs import Inputs, Paged
+from .workloads import Workload
 
-__all__ = ["Calls", "empty_out", "group_args", "kv_of", "layer_call"]
+__all__ = ["Calls", "empty_out", "geometry_of", "group_args", "kv_of", "layer_call"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,15 @@ def group_args(inputs: Inputs) -> dict[str, Any]:
         "shared_kv": work.shared_kv,
         "window_left": work.window_left,
     }
+
+
+def geometry_of(work: Workload) -> Geometry:
+    """The same as a :class:`~treeattn.geometry.Geometry`."""
+    return Geometry.of(
+        work.qo_heads, work.kv_heads, work.head_dim, head_dim_v=work.dim_v, dtype=getattr(torch, work.dtype),
+        kv_dtype=getattr(torch, work.cache_dtype), kv_layout=work.kv_layout, shared_kv=work.shared_kv,
+        window_left=work.window_left,
+    )  # fmt: skip
 
 
 def empty_out(inputs: Inputs) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from ..capabilities import CAPABILITIES, Asked, missing
 from ..config import KernelConfig
-from .calls import Calls, empty_out, group_args, kv_of, layer_call
+from .calls import Calls, empty_out, geometry_of, group_args, kv_of, layer_call
 from .inputs import Inputs, Paged
 from .peers import PEERS
 from .peers.common import import_problem
@@ -157,6 +158,10 @@ def unsuited(provider: str, work: Workload) -> str | None:
         return "the cost of a step is measured for treeattn alone"
     if provider in PEERS:
         return PEERS[provider].unsuited(work)
+    backend = provider.removeprefix("treeattn_")
+    if backend in CAPABILITIES:
+        # the device is what unavailable() looks at
+        return missing(backend, next(iter(CAPABILITIES[backend].devices)), Asked(geometry_of(work)))
     if provider not in ("sdpa", *CHAINS):
         return None
     if work.fp8:
@@ -189,7 +194,9 @@ def unavailable(provider: str, device: torch.device, workloads: Sequence[Workloa
     if provider.startswith("treeattn_"):
         import treeattn
 
-        return treeattn.available_backends(device).get(provider.removeprefix("treeattn_"), "no such backend")
+        reason = treeattn.available_backends(device).get(provider.removeprefix("treeattn_"), "no such backend")
+        if reason is not None:
+            return reason
     peer = PEERS.get(provider)
     if provider in CHAINS and device.type != "cuda":
         return f"{'FlashAttention-3' if provider == 'fa3_causal' else 'FlashMLA'} needs a Hopper GPU"

@@ -1,0 +1,133 @@
+"""The kernels of csrc on a Hopper GPU: named shapes, random cases, checked builds, and the same bits again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import treeattn
+from treeattn.testing import Case, Placement, build_case, check_case, draw_tree, random_case
+
+REASON = treeattn.available_backends("cuda")["cuda"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and REASON is not None, reason=f"backend 'cuda': {REASON}"),
+]
+CHECKED = "TREEATTN_TRAP_AFTER_MS=2000"
+"""A build that ends with an error where it would hang at a barrier."""
+CANARY = f"{CHECKED} TREEATTN_CANARY=1 TREEATTN_DELAY=1"
+"""And one that spoils a half tile before it is written again, and whose producer sleeps now and then."""
+KINDS = ((128, torch.bfloat16), (64, torch.float16), (128, torch.float16), (64, torch.bfloat16))
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "lone-root": {"q_lens": [1], "prefixes": [0], "heads": (1, 1)},
+    "one-full-tile": {"q_lens": [1], "prefixes": [64], "heads": (8, 1)},
+    "c1": {"q_lens": [8], "prefixes": [320], "heads": (8, 1), "page_size": 64},
+    "c2": {"q_lens": [17], "prefixes": [320], "heads": (4, 1), "page_size": 64},
+    "c2-heads": {"q_lens": [17], "prefixes": [1000], "heads": (32, 8), "page_size": 64},
+    "c3": {"q_lens": [17], "prefixes": [1000], "heads": (8, 1), "page_size": 64},
+    "c3-heads": {"q_lens": [17], "prefixes": [3000], "heads": (64, 8), "page_size": 128},
+    "c3-tiles": {"q_lens": [65], "prefixes": [1000], "heads": (8, 1), "page_size": 64},
+    **{
+        f"page-{page}-{table}": {
+            "q_lens": [17, 17], "prefixes": [777, 130], "heads": (8, 2), "page_size": page, "table": table,
+        }
+        for page in (1, 8, 12, 16, 48, 64, 128)
+        for table in ("csr", "block")
+    },
+    **{
+        tree_kv: {"q_lens": [17, 17], "prefixes": [65, 500], "heads": (8, 2), "page_size": 16, "tree_kv": tree_kv}
+        for tree_kv in ("slots", "fresh")
+    },
+    "ragged": {"q_lens": [1, 8, 17, 65, 3], "prefixes": [0, 63, 1025, 300, 5], "heads": (8, 1), "page_size": 16},
+    "ragged-c1": {"q_lens": [1, 8, 3, 5], "prefixes": [0, 63, 5000, 300], "heads": (8, 2), "page_size": 64},
+    "padded": {"q_lens": [17] * 3, "nodes": [17, 1, 9], "prefixes": [100, 0, 4000], "heads": (8, 1), "page_size": 64},
+    "empty": {"q_lens": [8] * 3, "nodes": [8, 0, 3], "prefixes": [100, 64, 0], "heads": (4, 1), "page_size": 64},
+    "wide": {"q_lens": [257], "prefixes": [1000], "heads": (8, 1), "page_size": 64},
+    "wide-c2": {"q_lens": [129, 2], "prefixes": [64, 7], "heads": (2, 2)},
+    "long": {"q_lens": [17], "prefixes": [60_000], "heads": (8, 1), "page_size": 64},
+    "many": {"q_lens": [8] * 40, "prefixes": list(range(0, 4000, 100)), "heads": (8, 1), "page_size": 16},
+    "hnd": {"q_lens": [17], "prefixes": [500], "heads": (32, 8), "page_size": 16, "kv_layout": "HND", "table": "block"},
+    "int64-strided": {
+        "q_lens": [17], "prefixes": [500], "heads": (8, 2), "page_size": 64, "index_dtype": torch.int64,
+        "strided_q": True,
+    },
+    "negative-scale": {"q_lens": [17], "prefixes": [500], "heads": (8, 2), "page_size": 64, "sm_scale": -0.11},
+    "negative-scale-c3": {"q_lens": [17], "prefixes": [500], "heads": (8, 1), "page_size": 64, "sm_scale": -0.11},
+}  # fmt: skip
+
+
+@pytest.fixture
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels built with the macros that the test asks for."""
+    monkeypatch.setenv("TREEATTN_CUDA_MACROS", getattr(request, "param", CHECKED))
+
+
+def shaped(name: str, dim: int, dtype: torch.dtype) -> Case:
+    shape = dict(SHAPES[name])
+    q_lens, prefixes, heads = shape.pop("q_lens"), shape.pop("prefixes"), shape.pop("heads")
+    nodes, sm_scale = shape.pop("nodes", q_lens), shape.pop("sm_scale", None)
+    rng = random.Random(sum(q_lens) + sum(prefixes))
+    trees = [draw_tree("recent", count, rng) for count in nodes]
+    return build_case(trees, prefixes, q_lens=q_lens, heads=heads, head_dim=dim, dtype=dtype, device="cuda",
+                      placement=Placement(**shape), sm_scale=sm_scale, seed=1)  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [CHECKED, CANARY], ids=["checked", "canary"], indirect=True)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.usefixtures("build")
+def test_shapes(name: str) -> None:
+    first = list(SHAPES).index(name)
+    for index in (first, first + 1):
+        case = shaped(name, *KINDS[index % 4])
+        verdict = check_case(case, "cuda", ("plain", "static")[index % 2])
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("part", range(20))
+@pytest.mark.usefixtures("build")
+def test_random_cases(part: int) -> None:
+    """Any placement; rows of K and V that start at odd addresses are refused, in words."""
+    refused = 0
+    for seed in range(6 * part, 6 * part + 6):
+        dim, dtype = KINDS[seed % 4]
+        case = random_case(seed, device="cuda", dtype=dtype, head_dim=dim)
+        for path in ("plain", "static"):
+            try:
+                verdict = check_case(case, "cuda", path)
+            except NotImplementedError as error:
+                if "multiples of" not in str(error):
+                    raise
+                refused += 1
+                continue
+            assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
+    assert refused < 12
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 8)], ids=["c1", "c2", "c3"])
+def test_the_same_bits_again_and_again(heads: tuple[int, int]) -> None:
+    """One input a thousand times, by calls and by replays of a graph."""
+    batch, q_len, prefix, dim = 4, 8 if heads == (8, 1) else 17, 5000, 128
+    pages = batch * 80
+    generator = torch.Generator("cuda").manual_seed(0)
+    k, v = (torch.randn(pages, 64, heads[1], dim, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    q = torch.randn(batch * q_len, heads[0], dim, device="cuda", generator=generator).bfloat16()
+    table = torch.randperm(pages, device="cuda", generator=generator).int().view(batch, 80)
+    layout = treeattn.TreeLayout.chain(torch.full((batch,), prefix, dtype=torch.int32, device="cuda"), q_len)
+    kv = treeattn.PagedKV(block_table=table, page_size=64)
+    step = treeattn.plan(layout, kv, *heads, dim, dtype=q.dtype, backend="cuda")
+    out = torch.empty_like(q)
+    treeattn.tree_attention(q, k, v, step, out=out)
+    first = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        treeattn.tree_attention(q, k, v, step, out=out)
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(1000):
+        out.fill_(float("nan"))
+        graph.replay() if turn % 2 else treeattn.tree_attention(q, k, v, step, out=out)
+        differ += (out != first).any()
+    assert int(differ) == 0
