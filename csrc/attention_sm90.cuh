@@ -50,6 +50,7 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
     for (int item = 0; item < ITEMS; ++item) {
       barrier_init(shared_address(&memory.item_full[item]), 1);
       barrier_init(shared_address(&memory.item_empty[item]), 4 * CONSUMERS + 3);  // the first warp's item is its own
+      barrier_init(shared_address(&memory.boxes[item]), 1);
     }
     fence_async_proxy();
     if (p.page_rows != 0) {

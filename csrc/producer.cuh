@@ -1,12 +1,13 @@
 // The producer warpgroup: brings K and V of the block's items into the ring.
 //
-// Full tiles of the prefix come by tensor copies, which one warp asks for, a box of a page at a time. Where no tensor map
-// can be made (pages of less than 8 slots or of an odd number, odd strides), and at the end of the prefix and in the tree, where a row that nobody
-// sees must not be read, all four warps copy: each a quarter of a tile's keys, 16 bytes a thread and copy. One lane finds
-// out where a key is (page, or slot, or row of the fresh tensors) and tells the lanes that copy its row, so that page ids
-// are read and multiplied once a key. Q is copied by the warps that do not ask for boxes.
+// Full tiles of the prefix come by tensor copies, a box of a page at a time, which the first warp asks for. It also walks
+// along the plan, and hands each item to the other warps of the block; nothing else keeps it, so that the next item's
+// tiles are on their way while the other warps copy what needs a look at each row, 16 bytes a thread: Q, the end of the
+// prefix and the tree, where a row that nobody sees must not be read. One lane finds out where a key is (page, or slot,
+// or row of the fresh tensors) and tells the lanes that copy its row.
 //
-// The first warp also walks along the plan, and hands each item to the other warps of the block.
+// Where no tensor map can be made (pages of less than 8 slots or of an odd number, odd strides), all four warps copy the
+// full tiles too.
 
 #pragma once
 
@@ -24,9 +25,9 @@ template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEP
 struct Producer {
   using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
   static constexpr int WARP_KEYS = KEYS / 4;
-  static_assert(EDGE_KEYS % WARP_KEYS == 0, "a warp's keys are of one edge unit");
   static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
   static constexpr int ROW_LANES = HEAD_DIM / 8;        // lanes that copy a row, 16 bytes each
+  static constexpr u32 EDGE_WARPS = 2;
   static constexpr int COPY_ROWS = 32 / ROW_LANES;      // rows of one copy of a warp
 
   const AttentionParams& p;
@@ -48,12 +49,13 @@ struct Producer {
     return shared_address(memory.stages[place.stage()][half]);
   }
 
-  // A checked build: a half tile that was given back too early shows as NaN. By the lanes of `warps` warps.
-  __device__ __forceinline__ void spoil(u32 to, u32 warps) {
+  // A checked build: a half tile that was given back too early shows as NaN. By warp number `index` of `warps`.
+  template <u32 WARPS>
+  __device__ __forceinline__ void spoil(u32 to, u32 index) {
 #if TREEATTN_CANARY
-    for (u32 at = (warp % warps * 32 + lane) * 16; at < KEYS * HEAD_DIM * 2; at += warps * 32 * 16)
+    for (u32 at = (index * 32 + lane) * 16; at < KEYS * HEAD_DIM * 2; at += WARPS * 32 * 16)
       store_shared_16(to + at, ~0u, ~0u, ~0u, ~0u);
-    if (warps == 4) warpgroup_sync(1);
+    if (WARPS > 1) threads_sync<32 * WARPS>(1);
     fence_async_proxy();
     __syncwarp();
 #endif
@@ -66,22 +68,30 @@ struct Producer {
   // swizzle's bits of later ones are disjoint from its.
   template <int ROWS>
   __device__ __forceinline__ void copy_rows(u32 to, u64 address) {
+#pragma unroll 1
+    for (u32 begin = 0; begin < ROWS; begin += 8, to += 8 * 128) {
 #pragma unroll
-    for (u32 row = 0; row < ROWS; row += COPY_ROWS) {
-      const u64 from = __shfl_sync(~0u, address, row + lane / ROW_LANES);
-      copy_async_16((to ^ (row % 8 << 4)) + row * 128, (from & ~1ull) + lane % ROW_LANES * 16, from & 1 ? 0 : 16);
+      for (u32 row = 0; row < 8; row += COPY_ROWS) {
+        const u64 from = __shfl_sync(~0u, address, begin + row + lane / ROW_LANES);
+        copy_async_16((to ^ (row << 4)) + row * 128, (from & ~1ull) + lane % ROW_LANES * 16, from & 1 ? 0 : 16);
+      }
     }
   }
 
-  // Copy the rows at `address` (of lane r: row r of this warp) to a half of the stage at `place`.
-  __device__ __forceinline__ void copy(u64 address, u32 half) {
-    find_thread();
+  // Copy the rows at `address` (of lane r: row r of this warp) to a half of the stage at `place`, as number `index` of the
+  // warps that share the keys of a tile.
+  template <u32 WARPS>
+  __device__ __forceinline__ void copy(u64 address, u32 half, u32 index) {
     const u32 begin = wait_empty(half);
-    spoil(begin, 4);
+    find_thread();
     const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
-    copy_rows<WARP_KEYS>(begin + chunk / 8 * (KEYS * 128) + (warp * WARP_KEYS + part) * 128 + ((chunk % 8 ^ part) << 4),
-                         address);
-    copy_async_arrive(shared_address(&memory.full[place.stage()][half]));
+    spoil<WARPS>(begin, index);
+    constexpr u32 ROWS = KEYS / WARPS;
+    copy_rows<ROWS>(begin + chunk / 8 * (KEYS * 128) + (index * ROWS + part) * 128 + ((chunk % 8 ^ part) << 4), address);
+    const u32 barrier = shared_address(&memory.full[place.stage()][half]);
+    copy_async_arrive(barrier);
+    find_thread();
+    if (WARPS < 4 && lane == 0) barrier_arrive(barrier, PRODUCER_ARRIVALS / WARPS - 32);  // for the other warps
   }
 
   // Where the pages of the item's request begin in the table.
@@ -114,12 +124,9 @@ struct Producer {
     return {reinterpret_cast<u64>(p.k) + 2 * k, reinterpret_cast<u64>(p.v) + 2 * v};
   }
 
-  // The same of a key of an edge tile whose first unit is `unit`.
+  // The same of a key of an edge unit.
   __device__ __forceinline__ KeyAddress edge(const Cursor& at, i32 unit) const {
-    // a warp's keys are of one unit, so that its lanes stay together: KEYS / 4 divides EDGE_KEYS
-    const i32 key = warp * WARP_KEYS + lane % WARP_KEYS;
-    unit += key / EDGE_KEYS;
-    const i32 offset = key % EDGE_KEYS;
+    const i32 offset = lane;
     const i32 word = unit - at.tail_units;
     i32 position = at.full_units * KEYS + unit * EDGE_KEYS + offset;
     const bool in_tree = word >= 0;
@@ -177,7 +184,7 @@ struct Producer {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage()][half]);
-        spoil(to, 1);
+        spoil<1>(to, 0);
         if (lane == 0) {
           barrier_expect(barrier, KEYS * HEAD_DIM * 2);
           barrier_arrive(barrier, PRODUCER_ARRIVALS - 1);
@@ -204,7 +211,7 @@ struct Producer {
       const KeyAddress address = cached(page, position_at(at, tile), at.kv_head);
       if (tile % PAGE_TILES == PAGE_TILES - 1) load_pages(pages, at, tile + 1);
 #pragma unroll 1
-      for (u32 half = 0; half < 2; ++half) copy(half == 0 ? address.k : address.v, half);
+      for (u32 half = 0; half < 2; ++half) copy<4>(half == 0 ? address.k : address.v, half, warp);
       place = place.next();
     }
   }
@@ -226,28 +233,46 @@ struct Producer {
     copy_async_arrive(shared_address(&memory.q_full));
   }
 
+  // Edge tiles, by the second and third warp: a unit of 32 keys each.
+  __device__ __forceinline__ void edge_rows(const Cursor& at) {
+    static_assert(KEYS == EDGE_WARPS * EDGE_KEYS, "a lane for each key");
+    i32 unit = at.edge_begin + warp - 1;
+#pragma unroll 1
+    for (i32 tile = at.full_tiles; tile < at.tiles; ++tile) {
+      const KeyAddress address = edge(at, unit);
+#pragma unroll 1
+      for (u32 half = 0; half < 2; ++half) copy<EDGE_WARPS>(half == 0 ? address.k : address.v, half, warp - 1);
+      place = place.next();
+      unit += EDGE_WARPS;
+      find_thread();
+    }
+  }
+
   __device__ __forceinline__ void item(const Cursor& at) {
     find_thread();
     if (warp != 0) copy_q(at);
     find_thread();
+    const bool edges = warp - 1 < EDGE_WARPS;
     if (p.page_rows == 0) {
       full_rows(at);
     } else {
-      if (warp == 0)
+      const u32 boxes = shared_address(&memory.boxes[place.item_slot()]);
+      if (warp == 0) {
         full_boxes(at);
-      else
+        if (lane == 0) barrier_arrive(boxes);
+      } else {
+        // This warp has not seen how far the ring has come, and a phase tells odd from even only.
+        if (edges && at.tiles > at.full_tiles) barrier_wait(boxes, place.item_phase());
         place.skip(at.full_tiles);
-      // The other warps have not seen how far the ring has come, and a phase tells odd from even only.
-      if (at.tiles > at.full_tiles) warpgroup_sync(1);
+      }
     }
-#pragma unroll 1
-    for (i32 tile = at.full_tiles; tile < at.tiles; ++tile) {
-      find_thread();
-      const KeyAddress address = edge(at, at.edge_begin + (tile - at.full_tiles) * (KEYS / EDGE_KEYS));
-#pragma unroll 1
-      for (u32 half = 0; half < 2; ++half) copy(half == 0 ? address.k : address.v, half);
-      place = place.next();
-    }
+    find_thread();
+    if (edges)
+      edge_rows(at);
+    else
+      place.skip(at.tiles - at.full_tiles);
+    // For the same reason the others must not be a round ahead.
+    if (at.tiles - at.full_tiles >= STAGES) warpgroup_sync(1);
   }
 
   // Hand the item at the cursor to the other warps.

@@ -216,6 +216,12 @@ __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
 
+// So many threads wait for each other.
+template <int THREADS>
+__device__ __forceinline__ void threads_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
 // The compiler must not move a use of registers that a product writes across this.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&values)[COUNT]) {

@@ -32,6 +32,7 @@ struct Shared {
     u64 empty[STAGES][2];  // each consumer warp arrives when it has read it
     u64 q_full, q_empty;
     u64 item_full[ITEMS], item_empty[ITEMS];
+    u64 boxes[ITEMS];  // all tensor copies of the item have been asked for
     Cursor walk, items[ITEMS];
   };
 };

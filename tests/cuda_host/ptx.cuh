@@ -343,6 +343,11 @@ inline void wgmma_commit() {}
 template <int PENDING>
 inline void wgmma_wait() {}
 inline void warpgroup_sync(int id) { named[id].meet(running % 128, 0, 9); }
+template <int THREADS>
+inline void threads_sync(int id) {
+  static Meeting<THREADS, u64> meeting;
+  meeting.meet((running % 128 - (THREADS == 64 ? 32 : 0)) % THREADS, 0, 10);
+}
 template <int COUNT>
 inline void pin(float (&)[COUNT]) {}
 

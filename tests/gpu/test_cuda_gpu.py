@@ -47,6 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "padded": {"q_lens": [17] * 3, "nodes": [17, 1, 9], "prefixes": [100, 0, 4000], "heads": (8, 1), "page_size": 64},
     "empty": {"q_lens": [8] * 3, "nodes": [8, 0, 3], "prefixes": [100, 64, 0], "heads": (4, 1), "page_size": 64},
     "wide": {"q_lens": [257], "prefixes": [1000], "heads": (8, 1), "page_size": 64},
+    "wide-edges": {"q_lens": [400, 3], "prefixes": [2000, 130], "heads": (2, 2), "page_size": 16},
+    "wider-edges": {"q_lens": [1025], "prefixes": [1000], "heads": (4, 2), "page_size": 64},
     "wide-c2": {"q_lens": [129, 2], "prefixes": [64, 7], "heads": (2, 2)},
     "long": {"q_lens": [17], "prefixes": [60_000], "heads": (8, 1), "page_size": 64},
     "many": {"q_lens": [8] * 40, "prefixes": list(range(0, 4000, 100)), "heads": (8, 1), "page_size": 16},

@@ -111,6 +111,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                "table": "block"},
     "boxes-of-8": {"q_lens": [17], "prefixes": [413], "heads": (4, 2), "page_size": 8, "table": "block"},
     "rows": {"q_lens": [9], "prefixes": [333], "heads": (8, 1), "head_dim": 128, "page_size": 12},
+    "more-edge-tiles-than-stages": {"q_lens": [400, 3], "prefixes": [75, 130], "heads": (2, 2), "head_dim": 128,
+                                    "page_size": 16},
     "padded": {"q_lens": [17, 17, 17], "prefixes": [65, 0, 300], "heads": (4, 1), "nodes": [17, 1, 9],
                "page_size": 64},
 }  # fmt: skip
