@@ -10,7 +10,7 @@ import torch
 
 from treeattn.cuda import launch
 from treeattn.cuda.params import AttentionParams
-from treeattn.driver import INVALID_CONTEXT, DriverError
+from treeattn.driver import INVALID_CONTEXT, DriverError, LaunchConfig
 
 
 @pytest.fixture
@@ -18,13 +18,15 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A launch whose driver answers `codes` in turn, and the devices whose context was made current."""
     made = object.__new__(launch.AttentionLaunch)
     made.device_index, made.function = 0, SimpleNamespace(handle=None, name="kernel")  # type: ignore[assignment]
-    made.template, made.free, made.shape = AttentionParams(), [], (1, 1, 1, 32, 1, 1, 0)
-    made.maps = SimpleNamespace(rows=0)  # type: ignore[assignment]
+    made.maps = SimpleNamespace(of=lambda *rest: b"")  # type: ignore[assignment]
+    block = object.__new__(launch.Block)
+    block.params, block.config = memoryview(AttentionParams()).cast("B"), LaunchConfig()
+    made.free = [block]
     codes: list[int] = []
     current: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(launch, "driver", lambda: SimpleNamespace(cuLaunchKernel=lambda *rest: codes.pop(0)))
+    block.launch = lambda: codes.pop(0)
     monkeypatch.setattr(launch, "make_current", current.append)
     return made, codes, current
 

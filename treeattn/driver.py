@@ -63,7 +63,6 @@ def driver() -> Any:
     library.cuModuleGetFunction.argtypes = [ctypes.POINTER(pointer), pointer, ctypes.c_char_p]
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     library.cuFuncGetAttribute.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int, pointer]
-    library.cuLaunchKernel.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
     library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [
         ctypes.POINTER(ctypes.c_int), pointer, ctypes.c_int, ctypes.c_size_t,
     ]  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 
 from treeattn.cuda.build import kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
-from treeattn.cuda.launch import CacheMaps, bind_maps, fill, params_of
+from treeattn.cuda.launch import CacheMaps, fill, params_of
 from treeattn.kernels import launch as launching
 from treeattn.plan import Step
 from treeattn.testing import Case, Placement, build_case, check_case, draw_tree, random_case
@@ -57,15 +57,19 @@ class HostAttention:
     """In place of the launch of Triton's attention kernel."""
 
     def __init__(self, library: Any, step: Step, *tensors: Any) -> None:
-        self.library, self.step, self.params = library, step, params_of(step, *tensors)
-        self.maps = CacheMaps(step, tensors[-1])
+        self.library, self.step, self.maps = library, step, CacheMaps(step, tensors[-1])
+        self.params = params_of(step, *tensors)
+        self.params.page_rows = self.maps.rows
 
     def __call__(self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float,
                  *rest: Any) -> None:  # fmt: skip
         config = self.step.config
         assert config is not None
-        fill(self.params, q, k, v, k_tree, v_tree, out, lse, scale)
-        bind_maps(self.params, self.maps, k.shape[0])
+        # Triton's launch has q in place of fresh rows that there are not, and out in place of lse
+        k_tree, v_tree = (None if tensor is q else tensor for tensor in (k_tree, v_tree))
+        lse = None if lse is out else lse
+        at = [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, k_tree, v_tree, out, lse)]
+        fill(memoryview(self.params).cast("B"), self.maps.of(at[1], at[2], k.shape[0]), *at, scale)
         name = variant_of(self.step, config).name.encode()
         address = ctypes.addressof(self.params)
         assert self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps), "a standstill"

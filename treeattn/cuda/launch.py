@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import struct
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..driver import (
     FLOAT16,
     INVALID_CONTEXT,
     Function,
+    LaunchConfig,
     Module,
     check,
     driver,
@@ -41,6 +42,9 @@ MAX_STRIDE = 2**40
 """What a tensor map's strides, in bytes, must stay below."""
 MOST_MAPS = 1024
 """Pairs of caches whose tensor maps a launch keeps: more than a model has layers."""
+ADDRESSES, ADDRESSES_AT = struct.Struct("=7Q"), AttentionParams.q.offset
+SCALE, SCALE_AT = struct.Struct("=fI"), AttentionParams.scale.offset
+"""How, and where in the params struct, a call's addresses and scale are written."""
 
 
 @cache
@@ -128,8 +132,6 @@ def params_of(
         wide_table=kv.table.dtype == torch.int64,
         wide_indptr=kv.kv_indptr is not None and kv.kv_indptr.dtype == torch.int64,
         wide_slots=kv.tree_slots is not None and kv.tree_slots.dtype == torch.int64,
-        k_tree=int(k_tree is not None),  # not null: the nodes come with each call, at an address that `fill` writes
-        lse=int(lse is not None),
     )
     names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
     for name, stride in zip(names, cache_strides, strict=True):
@@ -160,44 +162,68 @@ class CacheMaps:
         self.strides = [2 * stride for stride in cache_strides]  # page, slot, head: of K, of V
         usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
         self.rows = box_rows(self.page_size) if usable else 0
-        self.made: dict[tuple[int, int, int], tuple[TensorMap, TensorMap]] = {}
+        self.made: dict[tuple[int, int, int], bytes] = {}
 
-    def bind(self, params: AttentionParams, k: int, v: int, num_pages: int) -> None:
-        """Write the maps of caches at these addresses to the params struct."""
-        key = (k, v, num_pages)
-        maps = self.made.get(key)
+    def of(self, k: int, v: int, num_pages: int) -> bytes:
+        """The maps of caches at these addresses, as the params struct begins; empty where it needs none."""
+        if self.rows == 0:
+            return b""
+        maps = self.made.get((k, v, num_pages))
         if maps is None:
             if len(self.made) >= MOST_MAPS:
                 self.made.clear()
             pair = ((k, self.strides[:3]), (v, self.strides[3:]))
-            k_map, v_map = (self._encode(address, num_pages, strides) for address, strides in pair)
-            maps = self.made[key] = (k_map, v_map)
-        params.k_map, params.v_map = maps
+            maps = b"".join(self._encode(address, max(num_pages, 1), strides) for address, strides in pair)
+            self.made[k, v, num_pages] = maps
+        return maps
 
-    def _encode(self, address: int, num_pages: int, strides: Sequence[int]) -> TensorMap:
+    def _encode(self, address: int, num_pages: int, strides: Sequence[int]) -> bytes:
         page, slot, head = strides
         made = TensorMap()
         shape = (self.head_dim, self.page_size, self.kv_heads, num_pages)
         encode_tensor_map(made, self.dtype, address, shape, (slot, head, page), (BOX_DIMS, self.rows, 1, 1))
-        return made
+        return bytes(made)
 
 
 def fill(
-    params: AttentionParams, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float
+    params: memoryview, maps: bytes, q: int, k: int, v: int, k_tree: int, v_tree: int, out: int, lse: int, scale: float
 ) -> None:
-    """Write the addresses and the scale (times log2(e)) of a call; a tensor may come as its address."""
-    params.q, params.k, params.v, params.out = _address(q), _address(k), _address(v), _address(out)
-    if params.k_tree:
-        params.k_tree, params.v_tree = _address(k_tree), _address(v_tree)
-    if params.lse:
-        params.lse = _address(lse)
+    """Write the maps, the addresses (0 for what there is not) and the scale (times log2(e)) of a call."""
+    params[: len(maps)] = maps
+    ADDRESSES.pack_into(params, ADDRESSES_AT, q, k, v, k_tree, v_tree, out, lse)
     # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
-    params.scale = max(abs(scale), 1e-30)
-    params.q_sign = Q_SIGNS if scale < 0 else 0
+    SCALE.pack_into(params, SCALE_AT, max(abs(scale), 1e-30), Q_SIGNS if scale < 0 else 0)
+
+
+class Block:
+    """What one launch at a time hands the driver.
+
+    Attributes
+    ----------
+    params : memoryview
+        Of the params struct.
+    config : LaunchConfig
+        For its stream.
+    launch : callable
+        Launches with what is written, and returns the driver's code.
+    """
+
+    __slots__ = ("config", "launch", "params")
+
+    def __init__(self, template: AttentionParams, function: Function, grid: int, threads: int) -> None:
+        params = AttentionParams.from_buffer_copy(template)
+        self.params = memoryview(params).cast("B")
+        self.config = LaunchConfig((grid, 1, 1), (threads, 1, 1), function.shared_bytes)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        at = ctypes.addressof(self.config), function.handle, arguments, None
+        self.launch = partial(driver().cuLaunchKernelEx, *at)
 
 
 class AttentionLaunch:
-    """The attention kernel of a step, called with the leading arguments of Triton's ``attention_kernel``."""
+    """The attention kernel of a step.
+
+    Threads may share a launch: each takes a block that no other has (:class:`treeattn.kernels.packed.PackedLaunch`).
+    """
 
     def __init__(
         self,
@@ -214,50 +240,38 @@ class AttentionLaunch:
         self.device_index = index_of(step.layout.device)
         self.function = prepare(step)
         self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
-        self.template = params_of(step, q, k_tree, v_tree, out, lse, cache_strides)
-        self.free: list[AttentionParams] = []  # threads share a launch: each takes a struct that no other has
         self.maps = CacheMaps(step, cache_strides)
-        self.shape = (step.num_programs, 1, 1, 32 * step.config.num_warps, 1, 1, self.function.shared_bytes)
+        self.template = params_of(step, q, k_tree, v_tree, out, lse, cache_strides)
+        self.template.page_rows = self.maps.rows
+        self.grid, self.threads = step.num_programs, 32 * step.config.num_warps
+        self.free: list[Block] = []
 
     def __call__(
-        self, num_pages: int, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float
+        self, num_pages: int, q: int, k: int, v: int, k_tree: int, v_tree: int, out: int, lse: int, scale: float
     ) -> None:
-        """Launch on its device's current stream; a tensor may come as its address."""
+        """Launch on its device's current stream, with addresses."""
         # torch.cuda.current_device() is the same behind a check that CUDA is initialised, and 0.5 µs
         if torch._C._cuda_getDevice() != self.device_index:
             with torch.cuda.device(self.device_index):
                 self(num_pages, q, k, v, k_tree, v_tree, out, lse, scale)
             return
         try:
-            params = self.free.pop()
+            block = self.free.pop()
         except IndexError:
-            params = AttentionParams.from_buffer_copy(self.template)
-        fill(params, q, k, v, k_tree, v_tree, out, lse, scale)
-        bind_maps(params, self.maps, num_pages)
-        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        # cuLaunchKernel reads the struct before it returns
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, arguments, None)
-        if code == INVALID_CONTEXT:
-            make_current(self.device_index)
-            code = driver().cuLaunchKernel(self.function.handle, *self.shape, stream, arguments, None)
-        if code != 0:
+            block = Block(self.template, self.function, self.grid, self.threads)
+        fill(block.params, self.maps.of(k, v, num_pages), q, k, v, k_tree, v_tree, out, lse, scale)
+        block.config.stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        code = block.launch()
+        if code:
+            if code == INVALID_CONTEXT:
+                make_current(self.device_index)
+                code = block.launch()
             check(f"launch of {self.function.name}", code)
-        self.free.append(params)
+        self.free.append(block)
 
 
-def bind_maps(params: AttentionParams, maps: CacheMaps, num_pages: int) -> None:
-    """Let the kernel copy by tensor maps, if it can, from the caches that :func:`fill` has named."""
-    params.page_rows = maps.rows if num_pages > 0 else 0
-    if params.page_rows:
-        maps.bind(params, params.k, params.v, num_pages)
-
-
-def _address(tensor: Any) -> int:
-    """Address of a tensor, of what is one already, or 0."""
-    if tensor is None:
-        return 0
-    return tensor.data_ptr() if isinstance(tensor, Tensor) else tensor
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class CudaLayerLaunch(LayerLaunch):
@@ -293,9 +307,13 @@ class CudaLayerLaunch(LayerLaunch):
     ) -> None:
         """Attention of one layer, then its merge, on the current stream."""
         scale = scoring.sm_scale * LOG2_E
-        self.attention(k_cache.shape[0], q, k_cache, v_cache, k_tree, v_tree, out, lse, scale)
+        out_at, lse_at = out.data_ptr(), _address(lse)
+        self.attention(
+            k_cache.shape[0], q.data_ptr(), k_cache.data_ptr(), _address(v_cache), _address(k_tree), _address(v_tree),
+            out_at, lse_at, scale,
+        )  # fmt: skip
         if self.finish.compiled is None:
             leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
             self.finish.first(*finish_leading(leading))
         else:
-            self.finish(out.data_ptr(), _address(lse), _address(scoring.sinks))
+            self.finish(out_at, lse_at, _address(scoring.sinks))
