@@ -14,6 +14,7 @@ from treeattn.testing import Case, Placement, build_case, check_case, draw_tree,
 REASON = treeattn.available_backends("cuda")["cuda"]
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.csrc,
     pytest.mark.skipif(torch.cuda.is_available() and REASON is not None, reason=f"backend 'cuda': {REASON}"),
 ]
 CHECKED = "TREEATTN_TRAP_AFTER_MS=2000"

@@ -125,6 +125,7 @@ def test_replays_are_right(geometry: dict[str, Any], dtype: torch.dtype) -> None
     replays_are_right(geometry, dtype, "triton")
 
 
+@pytest.mark.csrc
 @pytest.mark.skipif(torch.cuda.is_available() and NO_CUDA is not None, reason=f"backend 'cuda': {NO_CUDA}")
 @pytest.mark.parametrize("geometry", COVERED, ids=["page16-logical", "page1-slots", "page64-fresh"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
