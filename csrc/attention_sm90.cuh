@@ -51,6 +51,7 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
       barrier_init(shared_address(&memory.item_full[item]), 1);
       barrier_init(shared_address(&memory.item_empty[item]), 4 * CONSUMERS + 3);  // the first warp's item is its own
       barrier_init(shared_address(&memory.boxes[item]), 1);
+      barrier_init(shared_address(&memory.edges[item]), 2);
     }
     fence_async_proxy();
     if (p.page_rows != 0) {

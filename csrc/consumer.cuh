@@ -88,7 +88,7 @@ struct Consumer {
         }
       }
       fence_async_proxy();  // for what was copied, too
-      if (p.q_sign != 0) warpgroup_sync(2 + group);
+      if (p.q_sign != 0) warpgroup_sync(5 + group);
     }
   }
 

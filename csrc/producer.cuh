@@ -55,7 +55,7 @@ struct Producer {
 #if TREEATTN_CANARY
     for (u32 at = (index * 32 + lane) * 16; at < KEYS * HEAD_DIM * 2; at += WARPS * 32 * 16)
       store_shared_16(to + at, ~0u, ~0u, ~0u, ~0u);
-    if (WARPS > 1) threads_sync<32 * WARPS>(1);
+    if constexpr (WARPS > 1) threads_sync<32 * WARPS>(WARPS);  // the consumers' barriers are 5 and on
     fence_async_proxy();
     __syncwarp();
 #endif
@@ -248,6 +248,8 @@ struct Producer {
     }
   }
 
+  // A phase tells odd from even only, so a warp that writes to the ring must know that what was there two rounds ago has
+  // been read. It does if it waited for a place less than a round ago; one that left places to others asks those.
   __device__ __forceinline__ void item(const Cursor& at) {
     find_thread();
     if (warp != 0) copy_q(at);
@@ -258,21 +260,31 @@ struct Producer {
     } else {
       const u32 boxes = shared_address(&memory.boxes[place.item_slot()]);
       if (warp == 0) {
-        full_boxes(at);
-        if (lane == 0) barrier_arrive(boxes);
+        i32 passed = memory.walk.passed;
+        if (at.full_tiles > 0) {
+          const Place<STAGES> before = {place.bits - place.ITEM};
+          if (passed >= STAGES) barrier_wait(shared_address(&memory.edges[before.item_slot()]), before.item_phase());
+          full_boxes(at);
+          passed = 0;
+        }
+        __syncwarp();
+        if (lane == 0) {
+          memory.walk.passed = passed + at.tiles - at.full_tiles;
+          barrier_arrive(boxes);
+        }
       } else {
-        // This warp has not seen how far the ring has come, and a phase tells odd from even only.
         if (edges && at.tiles > at.full_tiles) barrier_wait(boxes, place.item_phase());
         place.skip(at.full_tiles);
       }
     }
     find_thread();
-    if (edges)
+    if (edges) {
       edge_rows(at);
-    else
+      if (lane == 0) barrier_arrive(shared_address(&memory.edges[place.item_slot()]));
+    } else {
       place.skip(at.tiles - at.full_tiles);
-    // For the same reason the others must not be a round ahead.
-    if (at.tiles - at.full_tiles >= STAGES) warpgroup_sync(1);
+    }
+    if (p.page_rows == 0) threads_sync<128>(4);
   }
 
   // Hand the item at the cursor to the other warps.
@@ -288,6 +300,7 @@ struct Producer {
   __device__ __forceinline__ void run() {
     find_thread();
     if (warp == 0) {
+      memory.walk.passed = 0;
       if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = __ldg(p.work + blockIdx.x * WORK_FIELDS + lane);
       __syncwarp();
     }

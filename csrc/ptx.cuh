@@ -6,8 +6,10 @@
 
 #include "params.h"
 
-#ifndef TREEATTN_TRAP_AFTER_MS
-#define TREEATTN_TRAP_AFTER_MS 0  // a checked build traps after so long at one barrier instead of hanging
+// A checked build traps after so many tries of a microsecond at one barrier instead of hanging. Tries, not time: a process
+// whose turn on the GPU is over waits too.
+#ifndef TREEATTN_TRAP_AFTER
+#define TREEATTN_TRAP_AFTER 0
 #endif
 
 namespace treeattn {
@@ -68,13 +70,19 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-#if TREEATTN_TRAP_AFTER_MS > 0
-  u64 start, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-  while (!barrier_passed(barrier, parity)) {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    if (now - start > TREEATTN_TRAP_AFTER_MS * 1000000ull) trap();
-  }
+#if TREEATTN_TRAP_AFTER > 0
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\t.reg .u32 tries;\n\t"
+      "mov.u32 tries, 0;\n"
+      "again%=:\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1, 1000;\n\t"
+      "@p bra passed%=;\n\t"
+      "add.u32 tries, tries, 1;\n\t"
+      "setp.eq.u32 q, tries, %2;\n\t"
+      "@q trap;\n\t"
+      "bra again%=;\n"
+      "passed%=:\n\t}" ::"r"(barrier), "r"(parity), "n"(TREEATTN_TRAP_AFTER)
+      : "memory");
 #else
   while (!barrier_passed(barrier, parity)) {
   }

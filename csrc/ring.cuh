@@ -33,6 +33,7 @@ struct Shared {
     u64 q_full, q_empty;
     u64 item_full[ITEMS], item_empty[ITEMS];
     u64 boxes[ITEMS];  // all tensor copies of the item have been asked for
+    u64 edges[ITEMS];  // and all copies of its edge tiles
     Cursor walk, items[ITEMS];
   };
 };

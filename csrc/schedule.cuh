@@ -34,7 +34,7 @@ struct alignas(16) Cursor {
   i32 whole;                 // nobody else has a part
   i32 present;               // nodes that there are
   i32 row0, row_end;         // packed rows of the request and KV head
-  i32 unused;
+  i32 passed;                // the producer's: tiles that its first warp has left to others since it last waited for one
 };
 constexpr i32 PLANNED_FIELDS = 12, CURSOR_FIELDS = sizeof(Cursor) / sizeof(i32);
 

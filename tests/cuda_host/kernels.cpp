@@ -11,8 +11,9 @@ static treeattn::AttentionParams call;
 static void (*chosen)(const treeattn::AttentionParams);
 static void start() { chosen(call); }
 
-// Runs a kernel for every block of the grid; false if it comes to a standstill.
-extern "C" bool run_kernel(const char* name, const treeattn::AttentionParams* params, int blocks, int threads) {
+// Runs a kernel for every block of the grid; false if it comes to a standstill. Seed 0: all warps are as fast.
+extern "C" bool run_kernel(const char* name, const treeattn::AttentionParams* params, int blocks, int threads, int seed) {
+  treeattn::schedule_seed = seed;
   chosen = nullptr;
 #define TREEATTN_NAMED(NAME) \
   if (std::strcmp(name, #NAME) == 0) chosen = NAME;

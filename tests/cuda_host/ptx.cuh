@@ -53,6 +53,7 @@ struct Fiber {
   jmp_buf here;
   std::vector<char> stack;
   bool started = false, done = false;
+  u32 waits_at = 0;  // a barrier
   std::vector<Copy> open;
 };
 
@@ -74,8 +75,21 @@ inline void yield() {
   threadIdx.x = running;
 }
 
+// Warps come to run at random, some of them seldom for a while: what must not depend on who is ahead shows here.
+inline u32 schedule_seed;
+inline u32 draw() {
+  schedule_seed = schedule_seed * 1664525 + 1013904223;
+  return schedule_seed >> 16;
+}
+
+constexpr int MOST_IDLE_ROUNDS = 2000;  // without progress: all hang
+
+inline void tell(int threads);
+
 inline bool run_block(int threads, void (*kernel)()) {
   body = kernel;
+  u32 sloth[MOST_THREADS / 32] = {}, round = 0;
+  int idle_rounds = 0;
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
     fiber.stack.resize(STACK);
@@ -87,23 +101,32 @@ inline bool run_block(int threads, void (*kernel)()) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
   }
-  for (;;) {
+  for (;; ++round) {
     long before = progress;
     bool all = true;
-    for (int i = 0; i < threads; ++i) {
-      if (fibers[i].done) continue;
-      all = false;
-      running = i;
-      threadIdx.x = i;
-      if (_setjmp(scheduler) == 0) {
-        if (fibers[i].started) _longjmp(fibers[i].here, 1);
-        fibers[i].started = true;
-        setcontext(&fibers[i].context);
+    for (int warp = 0; warp < threads / 32; ++warp) {
+      if (round % 64 == 0) sloth[warp] = schedule_seed == 0 ? 0 : draw() % 4 == 0 ? 31 : draw() % 8;
+      const bool rests = sloth[warp] != 0 && draw() % 32 < sloth[warp];
+      for (int i = 32 * warp; i < 32 * warp + 32; ++i) {
+        if (fibers[i].done) continue;
+        all = false;
+        if (rests) continue;
+        running = i;
+        threadIdx.x = i;
+        if (_setjmp(scheduler) == 0) {
+          if (fibers[i].started) _longjmp(fibers[i].here, 1);
+          fibers[i].started = true;
+          setcontext(&fibers[i].context);
+        }
+        progress += fibers[running].done;
       }
-      progress += fibers[running].done;
     }
     if (all) return true;
-    if (progress == before) return false;
+    idle_rounds = progress == before ? idle_rounds + 1 : 0;
+    if (idle_rounds == MOST_IDLE_ROUNDS) {
+      tell(threads);
+      return false;
+    }
   }
 }
 
@@ -139,7 +162,11 @@ struct Fragment {
 
 inline Meeting<32, u64> warps[MOST_THREADS / 32];
 inline Meeting<128, Fragment> warpgroups[MOST_THREADS / 128];
-inline Meeting<128, u64> named[16];
+struct Named {
+  Meeting<64, u64> pair;
+  Meeting<128, u64> whole;
+};
+inline Named named[16];
 
 inline const u64* warp_meets(u64 value, u32 what) { return warps[running / 32].meet(running % 32, value, what); }
 
@@ -234,7 +261,18 @@ inline void barrier_expect(u32 barrier, u32 bytes) {
   barrier_arrive(barrier);
 }
 inline void barrier_wait(u32 barrier, u32 parity) {
+  fibers[running].waits_at = barrier;
   while (barrier_at(barrier).completed % 2 == parity) yield();
+  fibers[running].waits_at = 0;
+}
+// At a standstill: where the first lane of each warp waits, and what is missing there.
+inline void tell(int threads) {
+  for (int i = 0; i < threads; i += 32) {
+    const u32 at = fibers[i].waits_at;
+    std::fprintf(stderr, "warp %d: done %d, barrier at byte %u: %d of %d missing, completed %d, %d bytes\n", i / 32,
+                 fibers[i].done, at, barrier_at(at).missing, barrier_at(at).wanted, barrier_at(at).completed,
+                 barrier_at(at).bytes);
+  }
 }
 inline void fence_async_proxy() {}
 
@@ -342,12 +380,21 @@ inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING>
 inline void wgmma_wait() {}
-inline void warpgroup_sync(int id) { named[id].meet(running % 128, 0, 9); }
+// A barrier with the number of threads that it is for: on a chip another number at the same time is undefined.
 template <int THREADS>
 inline void threads_sync(int id) {
-  static Meeting<THREADS, u64> meeting;
-  meeting.meet((running % 128 - (THREADS == 64 ? 32 : 0)) % THREADS, 0, 10);
+  static_assert(THREADS == 64 || THREADS == 128, "warps 1 and 2, or all");
+  Named& at = named[id];
+  if ((THREADS == 64 ? at.whole.arrived : at.pair.arrived) != 0) {
+    std::fprintf(stderr, "barrier %d is waited at by 64 and by 128 threads\n", id);
+    std::abort();
+  }
+  if (THREADS == 64)
+    at.pair.meet(running % 128 - 32, 0, 9);
+  else
+    at.whole.meet(running % 128, 0, 9);
 }
+inline void warpgroup_sync(int id) { threads_sync<128>(id); }
 template <int COUNT>
 inline void pin(float (&)[COUNT]) {}
 

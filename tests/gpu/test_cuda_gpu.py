@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.csrc,
     pytest.mark.skipif(torch.cuda.is_available() and REASON is not None, reason=f"backend 'cuda': {REASON}"),
 ]
-CHECKED = "TREEATTN_TRAP_AFTER_MS=2000"
+CHECKED = "TREEATTN_TRAP_AFTER=3000000"
 """A build that ends with an error where it would hang at a barrier."""
 CANARY = f"{CHECKED} TREEATTN_CANARY=1 TREEATTN_DELAY=1"
 """And one that spoils a half tile before it is written again, and whose producer sleeps now and then."""

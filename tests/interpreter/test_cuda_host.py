@@ -6,6 +6,7 @@ What this cannot show: registers, asynchronous products, races, and what the PTX
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import shutil
 import subprocess
@@ -25,6 +26,8 @@ from treeattn.testing import Case, Placement, build_case, check_case, draw_tree,
 
 GXX = shutil.which("g++")
 HOST = Path(__file__).resolve().parent.parent / "cuda_host"
+SCHEDULES = itertools.count(1)
+"""Who runs when: another order in each call."""
 pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
 
 
@@ -42,7 +45,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
          *filter(None, [request.param]), "-o", str(folder / "kernels.so"), str(folder / "kernels.cpp")], check=True,
     )  # fmt: skip
     loaded = ctypes.CDLL(str(folder / "kernels.so"))
-    loaded.run_kernel.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    loaded.run_kernel.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     loaded.run_kernel.restype = ctypes.c_bool
     return loaded
 
@@ -71,8 +74,9 @@ class HostAttention:
         at = [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, k_tree, v_tree, out, lse)]
         fill(memoryview(self.params).cast("B"), self.maps.of(at[1], at[2], k.shape[0]), *at, scale)
         name = variant_of(self.step, config).name.encode()
-        address = ctypes.addressof(self.params)
-        assert self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps), "a standstill"
+        address, schedule = ctypes.addressof(self.params), next(SCHEDULES)
+        done = self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps, schedule)
+        assert done, f"a standstill (schedule {schedule})"
 
     first = __call__
 
@@ -115,6 +119,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                "table": "block"},
     "boxes-of-8": {"q_lens": [17], "prefixes": [413], "heads": (4, 2), "page_size": 8, "table": "block"},
     "rows": {"q_lens": [9], "prefixes": [333], "heads": (8, 1), "head_dim": 128, "page_size": 12},
+    "many-short": {"q_lens": [3] * 16, "prefixes": [5, 10, 0, 20, 200, 3, 7, 130, 1, 2, 0, 70, 9, 8, 7, 140],
+                   "heads": (4, 2), "head_dim": 128, "page_size": 16, "table": "block"},
     "more-edge-tiles-than-stages": {"q_lens": [400, 3], "prefixes": [75, 130], "heads": (2, 2), "head_dim": 128,
                                     "page_size": 16},
     "padded": {"q_lens": [17, 17, 17], "prefixes": [65, 0, 300], "heads": (4, 1), "nodes": [17, 1, 9],
@@ -126,6 +132,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("on_host")
 def test_shapes(name: str) -> None:
     case = shaped(**SHAPES[name])
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("turn", range(8))
+@pytest.mark.usefixtures("on_host")
+def test_who_is_ahead_does_not_matter(turn: int) -> None:
+    """Short requests, whose items the producer's first warp passes without a box, and one behind them that has some."""
+    prefixes = [200 if request % 7 == 6 else request for request in range(49)]
+    case = shaped([3] * 49, prefixes, (2, 1), head_dim=128, page_size=16)
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 

@@ -50,7 +50,7 @@ class KernelShape(NamedTuple):
         """Size of ``Shared::Layout`` (csrc/ring.cuh), which a compile test compares with the compiler's."""
         ring = 2 * self.stages * self.keys * self.head_dim * 2
         q = self.consumers * 64 * self.head_dim * 2
-        barriers = 4 * self.stages + 2 + 3 * ITEMS
+        barriers = 4 * self.stages + 2 + 4 * ITEMS
         rest = -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
         return -(-(ring + q + rest) // ATOM_BYTES) * ATOM_BYTES
 
