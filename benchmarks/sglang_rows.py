@@ -210,19 +210,21 @@ def main() -> int:
     for work in load_workloads(args.sets, dtype=args.dtype)[: args.first]:
         try:
             result["rows"] += measure(work, extend, device)
-        except GateError as error:
+        except Exception as error:  # of SGLang's kernel, too: any kind; the other rows keep their numbers
             wrong += 1
-            print(f"WRONG {error}", flush=True)
+            what = str(error) if isinstance(error, GateError) else f"{work.name()}: {type(error).__name__}: {error}"
+            print(f"WRONG {what}", flush=True)
             continue
         finally:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+            if args.out is not None:
+                save(result, args.out)  # again after each row: a machine may be taken away
         print(f"{work.name()}: {[round(row['us'], 1) for row in result['rows'][-4:]]}", file=sys.stderr, flush=True)
     text, enough = verdict(result["rows"])
     print(table([row for row in result["rows"] if row["kind"] != "step-update"]))
     print(text)
     if args.out is not None:
-        save(result, args.out)
         print(f"written: {args.out}")
     return int(wrong > 0 or not enough)
 

@@ -5,6 +5,7 @@ What needs the real package is in tests/adapters/sglang.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -195,9 +196,13 @@ def load_benchmark() -> Any:
     return module
 
 
-def test_benchmark_has_no_number_for_a_wrong_answer() -> None:
+@pytest.mark.parametrize("latent", [False, True])
+def test_benchmark_has_no_number_for_a_wrong_answer(latent: bool) -> None:
     rows = load_benchmark()
     (work,) = rows.load_workloads(["small"], dtype="float32")[:1]
+    if latent:
+        work = dataclasses.replace(work, kv_heads=1, head_dim=48, head_dim_v=32, shared_kv=True)
+        assert rows.group_key(rows.calls_of(rows.Inputs(work, torch.device("cpu"), 0))[0][0]).shared_kv
     measured = rows.measure(work, rows.drop_in.extend_attention_fwd, torch.device("cpu"))
     assert [row["provider"] for row in measured] == [
         "sglang_extend", "treeattn_dropin", "treeattn_plugin", "treeattn_plugin",

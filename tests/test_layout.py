@@ -300,7 +300,7 @@ def test_environment_turns_validation_on(monkeypatch: pytest.MonkeyPatch, device
 @pytest.mark.parametrize("validate", [False, True])
 def test_a_wrong_qo_indptr(device: torch.device, qo_indptr: list[int], message: str, validate: bool) -> None:
     parents = torch.zeros(8, dtype=torch.int64, device=device)
-    parents[0] = -1
+    parents[0] = parents[qo_indptr[1]] = -1  # so that nothing but the offsets is wrong
 
     def build() -> TreeLayout:
         return TreeLayout.from_parents(

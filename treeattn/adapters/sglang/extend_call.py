@@ -90,7 +90,10 @@ class ExtendCall:
     def shared_kv(self) -> bool:
         """Whether V is a part of K in the cache."""
         k, v = self.k_buffer, self.v_buffer
-        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and v.shape[-1] <= k.shape[-1]
+        # the stride of an axis of one says nothing
+        steps = zip(k.shape, k.stride(), v.stride(), strict=True)
+        alike = all(k_stride == v_stride for size, k_stride, v_stride in steps if size > 1)
+        return k.data_ptr() == v.data_ptr() and alike and v.shape[-1] <= k.shape[-1]
 
     @property
     def part(self) -> Part:

@@ -147,10 +147,11 @@ def accept_trees(
     walked[:shared] = (owns_rows > 0) & (owns_rows == num_logits[:shared])
     sampled = target.new_full((num_reqs, layout.max_q_len), -1)
     # a child is on the path because its token is what the target said after its parent
-    sampled[:shared] = torch.where(path >= 0, after[path.clamp(min=0)], -1)[:shared]
+    # not torch.where with a number, which copies it to the device and waits for that
+    sampled[:shared] = after[path.clamp(min=0)].masked_fill(path < 0, -1)[:shared]
     sampled[:, 0] = torch.where(walked, sampled[:, 0], first)
     num_sampled = torch.ones_like(num_logits)
-    num_sampled[:shared] = torch.where(walked[:shared], accepted.lens[:shared], 1)
+    num_sampled[:shared] = accepted.lens[:shared].masked_fill(~walked[:shared], 1)
     return TreeAcceptance(sampled, num_sampled, num_logits - num_sampled, accepted)
 
 
