@@ -217,6 +217,14 @@ def test_a_wrong_provider_costs_nobody_else_a_number(wrong: Any, words: str, tmp
     assert load_result(tmp_path / "r.json") == json.loads(json.dumps(result))
 
 
+def test_a_run_that_is_cut_short_keeps_its_rows() -> None:
+    """What is there after each workload, the last time all of it."""
+    seen: list[int] = []
+    work = load_workloads(["small"])[:2]
+    result = run_workloads(work, ["treeattn_torch"], CPU, keep=lambda result: seen.append(len(result["rows"])))
+    assert seen == [1, len(result["rows"])] == [1, 2]
+
+
 def test_a_lost_device_is_blamed_on_who_lost_it() -> None:
     small = Workload("x", 2, 9, 3, 4, 2, 16, dtype="float32", page_size=16)
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -97,7 +98,8 @@ def _measure(args: argparse.Namespace) -> int:
     if unknown := [name for name in providers if name not in PROVIDERS]:
         raise ValueError(f"no provider {', '.join(unknown)}; there are {', '.join(PROVIDERS)}")
     work = load_workloads(sets, args.file, page_size=args.page_size, dtype=args.dtype, kv_layout=args.kv_layout)
-    result = run_workloads(work, providers, device, progress=None if args.quiet else _progress)
+    keep = functools.partial(save, path=args.out) if args.out else None
+    result = run_workloads(work, providers, device, progress=None if args.quiet else _progress, keep=keep)
     for name, reason in result["left_out"].items():
         _say(f"left out: {name}: {reason}")
     reasons = dict.fromkeys((row["provider"], row["reason"]) for row in result["skipped"])

@@ -166,11 +166,12 @@ def run_workloads(
     *,
     cold_bytes: float = COLD_BYTES,
     progress: Progress | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure every provider on every workload.
 
     A provider that computes something wrong, or fails in any other way, has no number for that workload; the other
-    rows keep theirs.
+    rows keep theirs. `keep` is given the result so far after each workload: a run may be cut short.
 
     Returns
     -------
@@ -189,6 +190,7 @@ def run_workloads(
     env = environment(device)
     if device.type == "cuda":
         env |= measure_ceilings(device)
+    result = {"env": env, "left_out": left_out, "failed": failed, "skipped": skipped, "rows": rows}
     for index, work in enumerate(workloads):
         inputs = None
         for name in usable:
@@ -212,7 +214,9 @@ def run_workloads(
                     lost = f"not run: {name} on {work.name()} left the device unusable"
         if progress:
             progress(f"[{index + 1}/{len(workloads)}] {work.name()}")
-    return {"env": env, "left_out": left_out, "failed": failed, "skipped": skipped, "rows": rows}
+        if keep:
+            keep(result)
+    return result
 
 
 def save(result: dict[str, Any], path: str | Path) -> None:
