@@ -93,6 +93,7 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             self.attention: Any = HostAttention(library, step, q, k_tree, v_tree, out, lse, rest["cache_strides"])
 
     monkeypatch.setattr(launching, "LayerLaunch", HostLayerLaunch)
+    monkeypatch.setattr(launching, "is_aligned", lambda step: not step.batch_invariant)
     monkeypatch.setattr("treeattn.cuda.launch.encode_tensor_map", host_map)
     planning = sys.modules["treeattn.plan"]
     monkeypatch.setattr(planning, "group_config", lambda arch, geometry, width: cuda_config(geometry, width))

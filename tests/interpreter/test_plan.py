@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import treeattn
 from treeattn import PagedKV, Step, TreeLayout
 from treeattn.kernels import plan as kernel
+from treeattn.testing import build_case, check_case
 
 EDGE = kernel.BLOCK_E.value
 KV_HEADS, DIM = 2, 16
@@ -62,14 +64,20 @@ def walk(step: Step, prefixes: list[int], nodes: list[int]) -> Counter[tuple[int
     batch=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=5),
     alike=st.booleans(),
     group=st.sampled_from((1, 2, 3, 4)),
+    aligned=st.booleans(),
 )
-@example(batch=[(50, 33), (7, 33)], alike=True, group=2)
-@example(batch=[(0, 0), (64, 40), (3, 0)], alike=False, group=4)
-def test_every_tile_belongs_to_one_program(batch: list[tuple[int, int]], alike: bool, group: int) -> None:
+@example(batch=[(50, 33), (7, 33)], alike=True, group=2, aligned=False)
+@example(batch=[(0, 0), (64, 40), (3, 0)], alike=False, group=4, aligned=False)
+@example(batch=[(900, 5)], alike=False, group=2, aligned=True)
+@example(batch=[(900, 33)], alike=True, group=2, aligned=True)
+def test_every_tile_belongs_to_one_program(
+    batch: list[tuple[int, int]], alike: bool, group: int, aligned: bool
+) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prefixes = [prefix for prefix, _ in batch]
     nodes = [batch[0][1] if alike else count for _, count in batch]
-    step = made(prefixes, nodes, 40, group, device)
+    with mock.patch("treeattn.kernels.launch.is_aligned", return_value=aligned):
+        step = made(prefixes, nodes, 40, group, device)
     expected = Counter(
         (request, head, row_tile, tile)
         for request, (prefix, count) in enumerate(zip(prefixes, nodes, strict=True))
@@ -78,6 +86,40 @@ def test_every_tile_belongs_to_one_program(batch: list[tuple[int, int]], alike: 
         for tile in range(shape(step, prefix, count)[1])
     )
     assert walk(step, prefixes, nodes) == expected
+    if aligned:
+        items_begin_with_programs(step, prefixes, nodes)
+
+
+def items_begin_with_programs(step: Step, prefixes: list[int], nodes: list[int]) -> None:
+    """Or there is no share up to ALIGN_SLACK tiles larger that lets them."""
+    assert step.buffers is not None
+    assert step.config is not None
+    share, lane_programs, lanes, aligned = step.buffers.share.tolist()
+    shapes = [shape(step, prefix, count) for prefix, count in zip(prefixes, nodes, strict=True)]
+    items = [(KV_HEADS * (min(rows, 1) if lanes > 1 else rows), tiles) for rows, tiles in shapes]
+    balanced = max(-(-sum(count * tiles for count, tiles in items) // lane_programs), step.config.min_share)
+
+    def fits(share: int) -> bool:
+        return sum(count * -(-tiles // share) for count, tiles in items) <= lane_programs
+
+    allowed = [share for share in range(balanced, balanced + kernel.ALIGN_SLACK.value + 1) if fits(share)]
+    assert bool(aligned) == bool(allowed)
+    assert share == (allowed[0] if allowed else balanced)
+    for work in step.buffers.work.tolist():
+        request, tile, left = work[0], work[3], work[4]
+        if aligned and left:
+            assert tile % share == 0
+            assert left == min(shapes[request][1] - tile, share)
+
+
+@pytest.mark.parametrize(("prefixes", "nodes"), [([900], 5), ([260, 5, 330], 9), ([400, 300], 40)])
+def test_attention_over_items_with_room_is_right(prefixes: list[int], nodes: int, device: torch.device) -> None:
+    case = build_case([list(range(-1, nodes - 1))] * len(prefixes), prefixes, heads=(4, 1), head_dim=16,
+                      dtype=torch.float32, device=device)  # fmt: skip
+    with mock.patch("treeattn.kernels.launch.is_aligned", return_value=True):
+        for path in ("plain", "static"):
+            verdict = check_case(case, "triton", path)
+            assert verdict.ok, verdict.message
 
 
 @pytest.mark.parametrize(("nodes", "lanes"), [([16, 16], 1), ([20, 32], 2), ([33, 16], 1), ([0, 32], 2)])

@@ -125,6 +125,11 @@ def split_of(step: Step) -> int:
     return step.config.split_tiles if step.batch_invariant else 0
 
 
+def is_aligned(step: Step) -> bool:
+    """Whether the plan lets items begin with programs of their own: not measured for Triton's smaller programs."""
+    return step.backend == "cuda" and not step.batch_invariant
+
+
 def launch_plan(step: Step) -> None:
     """Make the plan of a step, on the current stream."""
     launch = step.launches.get("plan")
@@ -176,6 +181,7 @@ def plan_launch(step: Step) -> Launch:
         "PART": PARTS[step.part],
         "RANGED": is_ranged(step),
         "SPLIT": split_of(step),
+        "ALIGNED": is_aligned(step),
         "BLOCK_B": block_b,
         "BLOCK_P": block_p,
         "COLUMNS": max(1, min(16, POSITIONS // block_b)),
@@ -405,6 +411,7 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "CHUNK_DIMS": dims,
         "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
+        "ALIGNED": is_aligned(step),
         "FRAGMENTS": False,
     }
     programs = chunks * (padded(step.head_dim_v) // dims)

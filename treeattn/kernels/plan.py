@@ -13,6 +13,10 @@ Where every request has the same number of row tiles, each row tile has a line o
 of the programs. Programs of the same place in their lanes then walk the same keys at the same time, and what one of
 them brings from memory the others find in L2.
 
+Where a few items are long (ALIGNED), all wait for the program that holds the end of one and the beginning of the next:
+the second starts anew, with a query tile, page ids and a first tile to wait for. If a share of at most ALIGN_SLACK
+tiles more lets every item begin with a program of its own, items have so much room on the line.
+
 In batch-invariant mode the line is one of *splits*: a fixed number of tiles of one item, counted from its first. None
 is cut, and each has a partial of its own, so that a row's sums do not depend on what else there is.
 
@@ -29,7 +33,7 @@ Outputs (int32):
     it, from where every row sees it (a multiple of BLOCK_N, or the prefix); then the nodes to compute: ``num_nodes``,
     or 0 where there is no key, or the request's addresses cannot hold what the layout claims.
 ``share [4]``
-    Tiles a program, programs a lane, lanes, unused.
+    Tiles a program, programs a lane, lanes, whether items begin with programs of their own.
 """
 
 import triton
@@ -60,6 +64,7 @@ SPAN_PREFIX = tl.constexpr(0)
 SPAN_FIRST = tl.constexpr(1)
 SPAN_FULL = tl.constexpr(2)
 SPAN_NODES = tl.constexpr(3)
+ALIGN_SLACK = tl.constexpr(3)  # tiles; an item that begins inside a program costs about three
 PART_PREFIX = tl.constexpr(1)
 PART_TREE = tl.constexpr(2)
 
@@ -138,6 +143,7 @@ def plan_kernel(
     PART: tl.constexpr,
     RANGED: tl.constexpr,  # not every row sees the prefix from its beginning
     SPLIT: tl.constexpr,  # tiles of a split in batch-invariant mode, else 0
+    ALIGNED: tl.constexpr,  # let items begin with programs of their own, where that is cheap
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
     COLUMNS: tl.constexpr,  # rows of each request that are looked at together for their positions
@@ -197,10 +203,20 @@ def plan_kernel(
     lanes = tl.where(alike, lanes, 1)
     lane_programs = num_programs // lanes
     on_line = tl.where(lanes > 1, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
-    tiles = on_line * KV_HEADS * item_tiles
+    share = tl.maximum(tl.cdiv(tl.sum(on_line * KV_HEADS * item_tiles, 0), lane_programs), min_share)
+    room = item_tiles  # of an item on the line
+    aligned = share * 0
+    if ALIGNED:
+        slack = tl.arange(0, ALIGN_SLACK + 1)
+        parts = tl.cdiv(item_tiles[None, :], share + slack[:, None]) * (on_line * KV_HEADS)[None, :]
+        least = tl.min(tl.where(tl.sum(parts, 1) <= lane_programs, slack, ALIGN_SLACK + 1), 0)
+        if least <= ALIGN_SLACK:
+            aligned += 1
+            share += least
+            room = tl.cdiv(item_tiles, share) * share
+    tiles = on_line * KV_HEADS * room
     end = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
-    share = tl.maximum(tl.cdiv(total, lane_programs), min_share)
 
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < num_programs
@@ -212,18 +228,22 @@ def plan_kernel(
     mine = b[None, :] == request[:, None]
     within = start - tl.max(tl.where(before, end[None, :], 0), 1)
     my_nodes = pick(mine, nodes)
-    my_item_tiles = tl.maximum(pick(mine, item_tiles), 1)
+    my_room = tl.maximum(pick(mine, room), 1)
     my_row_tiles = tl.maximum(pick(mine, row_tiles), 1)
     my_on_line = tl.maximum(pick(mine, on_line), 1)
-    item = within // my_item_tiles
+    item = within // my_room
+    tile = within - item * my_room
+    left = tl.minimum(total - start, share)
+    if ALIGNED:
+        left = tl.where((aligned > 0) & (left > 0), tl.minimum(pick(mine, item_tiles) - tile, share), left)
     kv_head = item // my_on_line
     row = work_ptr + p * WORK_FIELDS
     tl.store(row + WORK_REQUEST, request, mask=live)
     tl.store(row + WORK_KV_HEAD, kv_head, mask=live)
     tl.store(row + WORK_ROW_TILE, tl.where(lanes > 1, lane, item - kv_head * my_on_line), mask=live)
     tl.store(row + WORK_LANE, tl.where(lanes > 1, lane, -1), mask=live)
-    tl.store(row + WORK_TILE, within - item * my_item_tiles, mask=live)
-    tl.store(row + WORK_LEFT, tl.minimum(total - start, share), mask=live)
+    tl.store(row + WORK_TILE, tile, mask=live)
+    tl.store(row + WORK_LEFT, left, mask=live)
     tl.store(row + WORK_NODES, my_nodes, mask=live)
     tl.store(row + WORK_PREFIX, pick(mine, prefix), mask=live)
     if RANGED:
@@ -246,6 +266,7 @@ def plan_kernel(
         tl.store(share_ptr, share)
         tl.store(share_ptr + 1, lane_programs)
         tl.store(share_ptr + 2, lanes)
+        tl.store(share_ptr + 3, aligned)
         if wide_total > 0x7FFFFFFF:
             if tl.atomic_cas(status_ptr, 0, WORK_CODE) == 0:
                 tl.store(status_ptr + 1, 0)
