@@ -291,7 +291,6 @@ class CudaLayerLaunch(LayerLaunch):
         zero_tail: bool,
     ) -> None:
         super().__init__(step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail)
-        self.finish.arguments["FRAGMENTS"] = True
         self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, cache_strides)
 
     def __call__(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..config import KernelConfig, select_config
-from ..geometry import Part
+from ..cuda import config as cuda
+from ..geometry import Geometry, Part
 from ..kv import PagedKV, cache_strides
 from ..layout import TreeLayout
 from ..plan import PlanBuffers, Step
@@ -69,6 +70,7 @@ class Call:
     cap: float = 0.0
     sinks: bool = False
     scaled: bool = False
+    backend: str = "triton"
 
 
 SCATTERED = Call()
@@ -128,6 +130,14 @@ def compile_cases(arch: int) -> Iterator[Case]:
         config = select_config(arch, dtype, 4, dim, q_len)
         launch, leading = _layer(arch, config, dtype, dataclasses.replace(SCATTERED, batch=batch, q_len=q_len))
         yield _case(name, launch.finish, finish_leading(leading))
+    if arch == cuda.ARCH:  # plan and merge of the cuda backend
+        for name, batch, q_len in (("items", 1, 17), ("boundaries", 64, 65)):
+            call = dataclasses.replace(PAGED, batch=batch, q_len=q_len, backend="cuda")
+            geometry = Geometry.of(KV_HEADS * call.group, KV_HEADS, 128)
+            config = cuda.cuda_config(geometry, q_len)
+            launch, leading = _layer(arch, config, torch.bfloat16, call)
+            yield _case(f"finish-cuda-{name}", launch.finish, finish_leading(leading))
+            yield _case(f"plan-cuda-{name}", plan_launch(_step(config, torch.bfloat16, call)), ())
 
 
 def configurations(arch: int, dtype: torch.dtype) -> list[KernelConfig]:
@@ -172,7 +182,7 @@ def _step(config: KernelConfig, dtype: torch.dtype, call: Call) -> Step:
     return Step(
         num_qo_heads=heads * call.group, num_kv_heads=heads, head_dim=head_dim, head_dim_v=dim_v, dtype=dtype,
         kv_dtype=call.kv_dtype or dtype, fresh_tree=call.tree_kv == "fresh", shared_kv=call.shared_kv,
-        window_left=call.window_left, part=call.part, layout=layout, kv=kv, backend="triton", config=config,
+        window_left=call.window_left, part=call.part, layout=layout, kv=kv, backend=call.backend, config=config,
         num_programs=programs, buffers=buffers,
     )  # fmt: skip
 

@@ -412,7 +412,7 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
         "ALIGNED": is_aligned(step),
-        "FRAGMENTS": False,
+        "FRAGMENTS": step.backend == "cuda",
     }
     programs = chunks * (padded(step.head_dim_v) // dims)
     return arguments, merges * programs + triton.cdiv(rows, ZERO_ROWS)
