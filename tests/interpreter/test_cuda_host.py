@@ -137,7 +137,7 @@ def test_shapes(name: str) -> None:
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
-@pytest.mark.parametrize("turn", range(8))
+@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.usefixtures("on_host")
 def test_who_is_ahead_does_not_matter(turn: int) -> None:
     """Short requests, whose items the producer's first warp passes without a box, and one behind them that has some."""

@@ -204,7 +204,7 @@ def plan_kernel(
     lane_programs = num_programs // lanes
     on_line = tl.where(lanes > 1, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
     share = tl.maximum(tl.cdiv(tl.sum(on_line * KV_HEADS * item_tiles, 0), lane_programs), min_share)
-    room = item_tiles  # of an item on the line
+    held = item_tiles  # by an item, on the line
     aligned = share * 0
     if ALIGNED:
         slack = tl.arange(0, ALIGN_SLACK + 1)
@@ -213,8 +213,8 @@ def plan_kernel(
         if least <= ALIGN_SLACK:
             aligned += 1
             share += least
-            room = tl.cdiv(item_tiles, share) * share
-    tiles = on_line * KV_HEADS * room
+            held = tl.cdiv(item_tiles, share) * share
+    tiles = on_line * KV_HEADS * held
     end = tl.cumsum(tiles, 0)
     total = tl.sum(tiles, 0)
 
@@ -228,11 +228,11 @@ def plan_kernel(
     mine = b[None, :] == request[:, None]
     within = start - tl.max(tl.where(before, end[None, :], 0), 1)
     my_nodes = pick(mine, nodes)
-    my_room = tl.maximum(pick(mine, room), 1)
+    my_held = tl.maximum(pick(mine, held), 1)
     my_row_tiles = tl.maximum(pick(mine, row_tiles), 1)
     my_on_line = tl.maximum(pick(mine, on_line), 1)
-    item = within // my_room
-    tile = within - item * my_room
+    item = within // my_held
+    tile = within - item * my_held
     left = tl.minimum(total - start, share)
     if ALIGNED:
         left = tl.where((aligned > 0) & (left > 0), tl.minimum(pick(mine, item_tiles) - tile, share), left)
