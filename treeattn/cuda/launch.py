@@ -58,7 +58,9 @@ def module_on(binary: Binary, device_index: int) -> Module:
 @cache
 def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> Function:
     """A kernel on a device, built, loaded and with its shared memory granted: for set-up, not inside a capture."""
-    if torch.cuda.is_current_stream_capturing():
+    with torch.cuda.device(device_index):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
         raise RuntimeError(
             f"the CUDA kernel {variant.name} is not loaded on device {device_index} yet, and a graph capture cannot "
             "load it: plan such a step, or make StaticBuffers with this group, before the capture"
