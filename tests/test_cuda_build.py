@@ -321,6 +321,19 @@ def test_an_nvcc_that_does_not_run_is_no_compiler(toolkit: Toolkit) -> None:
         build.find_compiler("nvcc")
 
 
+def test_cupy_without_nvrtc_is_no_compiler(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cupy" / "cuda").mkdir(parents=True)
+    (tmp_path / "cupy" / "__init__.py").write_text("")
+    (tmp_path / "cupy" / "cuda" / "__init__.py").write_text("raise OSError('libnvrtc.so.13: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr("treeattn.cuda.build.importlib.util.find_spec", lambda name: name)
+    with pytest.raises(BuildError, match=r"pip install nvidia-cuda-nvrtc, .*libnvrtc\.so\.13: cannot open"):
+        build.find_compiler("nvrtc")
+    sys.modules.pop("cupy", None)
+
+
 # setup.py
 
 

@@ -152,7 +152,8 @@ def _nvrtc() -> Compiler:
 
         return Compiler("nvrtc", ".".join(map(str, nvrtc.getVersion())), "through CuPy", _run_nvrtc)
     except Exception as error:  # CuPy raises what its loader raises
-        raise BuildError(f"CuPy finds no NVRTC: {error}") from error
+        missing = "CuPy finds no NVRTC (pip install nvidia-cuda-nvrtc, or nvidia-cuda-nvrtc-cu12 for CUDA 12)"
+        raise BuildError(f"{missing}: {error}") from error
 
 
 @cache
