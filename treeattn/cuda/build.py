@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-TARGETS = {"sm_90a": "*_sm90_*.cu"}
+TARGETS = {"sm_90a": "*_sm90*.cu"}
 """What is compiled, and for which chips; wgmma and setmaxnreg exist for this very chip only."""
 ITEMS, CURSOR_BYTES = 4, 96  # of csrc/ring.cuh and csrc/schedule.cuh
 ATOM_BYTES = 1024
@@ -192,7 +192,10 @@ def nvcc_version(nvcc: str) -> str:
 
 def target_of(source_name: str) -> str:
     """What a source file is compiled for, by its name."""
-    return next(target for target, pattern in TARGETS.items() if fnmatch(source_name, pattern))
+    for target, pattern in TARGETS.items():
+        if fnmatch(source_name, pattern):
+            return target
+    raise BuildError(f"{source_name} names no target: there are {', '.join(TARGETS.values())}")
 
 
 def build_fatbin(sources: Path, nvcc: str) -> bytes:

@@ -63,7 +63,7 @@ def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> F
     if capturing:
         raise RuntimeError(
             f"the CUDA kernel {variant.name} is not loaded on device {device_index} yet, and a graph capture cannot "
-            "load it: plan such a step, or make StaticBuffers with this group, before the capture"
+            "load it: plan such a step, make StaticBuffers with this group, or run such a call, before the capture"
         )
     source = f"attention_sm90_d{variant.head_dim}.cu"
     shape = kernels_in(source).get(variant.name)
