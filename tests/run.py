@@ -1,9 +1,9 @@
 """Run every check that needs no GPU, each group in a process of its own, and close with one combined count.
 
 Groups: `lint` (ruff, mypy), `cpu` (plain tests), `interpreter` (Triton kernels on CPU tensors), `compile`
-(every shipped configuration for every chip, with the newest Triton) and `compile-old` (the same with the
-oldest). They cannot share a process: TRITON_INTERPRET must be set before Triton is imported, and a compile
-test replaces Triton's driver.
+(every shipped configuration for every chip, with the newest Triton, and the CUDA kernels) and `compile-old` (the
+Triton kernels with the oldest). They cannot share a process: TRITON_INTERPRET must be set before Triton is imported,
+and a compile test replaces Triton's driver.
 
 Usage: `python tests/run.py [GROUP ...]`; TREEATTN_TEST_JOBS (default 2) is the number of worker processes.
 The exit status is 0 only if every group ran at least one test and none failed.
@@ -58,7 +58,8 @@ GROUPS = {
     "compile": (pytest_group("compile", "tests/compile"),),
     "compile-old": (
         pytest_group(
-            "compile-old", "tests/compile", PYTHONPATH=OLD_TRITON_DIR, TREEATTN_TEST_TRITON=OLD_TRITON
+            "compile-old", "tests/compile", "--ignore-glob=*/test_cuda_*.py", PYTHONPATH=OLD_TRITON_DIR,
+            TREEATTN_TEST_TRITON=OLD_TRITON,
         ),
     ),
 }

@@ -1,4 +1,7 @@
-"""The wheel: pure Python, complete, typed, and with the metadata a user's resolver reads."""
+"""The wheel: pure Python, complete, typed, with the CUDA sources and the metadata a user's resolver reads.
+
+A wheel with a fat binary is built in tests/compile/test_cuda_wheel.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,21 +21,34 @@ ROOT = Path(__file__).resolve().parent.parent
 SUBPACKAGES = ("adapters", "bench", "demo", "kernels", "testing")
 
 
+def copy_of_sources(to: Path) -> Path:
+    """What a build reads, in a folder that it may write."""
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, to)
+    for name in ("treeattn", "csrc"):
+        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Build from a copy, with the setuptools that is here (no network) and no CUDA toolkit in reach."""
+    """Built with the setuptools that is here (no network) and no CUDA toolkit in reach, from what an sdist holds."""
     pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools 77 or newer")
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "treeattn", source / "treeattn", ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA")}
+    source, target = copy_of_sources(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("wheel")
+    environment = {name: value for name, value in os.environ.items() if name != "TREEATTN_BUILD_CUDA"}
+    environment["CUDA_HOME"] = str(source / "no-toolkit")
     environment["PATH"] = os.pathsep.join(
         folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "nvcc").exists()
     )
+    quiet = [sys.executable, "setup.py", "-q"]
+    subprocess.run([*quiet, "sdist", "-d", str(target)], cwd=source, env=environment, check=True, capture_output=True)
+    (sdist,) = target.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(target, filter="data")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(target))
+    unpacked = target / sdist.name.removesuffix(".tar.gz")
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", *options, str(source)], check=True, env=environment
+        [sys.executable, "-m", "pip", "wheel", "-q", *options, str(unpacked)], check=True, env=environment
     )
     (path,) = target.glob("*.whl")
     return zipfile.ZipFile(path)
@@ -55,13 +72,18 @@ def test_wheel_holds_every_module_and_no_tests(wheel: zipfile.ZipFile) -> None:
         for path in (ROOT / "treeattn").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert shipped == sources
+    assert shipped == sources | {f"treeattn/csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}
     for package in SUBPACKAGES:
         assert f"treeattn/{package}/__init__.py" in shipped
     assert "treeattn/py.typed" in shipped
     assert {name.split("/")[0] for name in wheel.namelist()} - {"treeattn"} == {
         name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name
     }
+
+
+def test_wheel_holds_the_cuda_sources_as_they_are(wheel: zipfile.ZipFile) -> None:
+    for path in (ROOT / "csrc").iterdir():
+        assert wheel.read(f"treeattn/csrc/{path.name}") == path.read_bytes()
 
 
 def test_metadata(metadata: email.message.Message) -> None:

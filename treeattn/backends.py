@@ -47,11 +47,11 @@ def _cuda_reason(device: torch.device) -> str | None:
         return f"its plan and its merge are Triton kernels, and {reason}"
     if arch(device) != 90:
         return f"its kernels are for compute capability 9.0 (Hopper), this is {arch(device) / 10}"
-    from .cuda.build import BuildError, find_compiler, source_dir
+    from .cuda.binary import asked_macros, require
+    from .cuda.build import BuildError
 
     try:
-        source_dir()
-        find_compiler()
+        require(asked_macros())
     except BuildError as error:
         return str(error)
     return None

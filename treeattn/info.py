@@ -77,6 +77,72 @@ def geometry_info(
     }
 
 
+def cuda_info(gpu: bool = False) -> dict[str, Any]:
+    """Where the code of the CUDA kernels would come from, as far as that can be told without compiling.
+
+    Parameters
+    ----------
+    gpu : bool
+        Whether the backend works here: the driver is asked then whether it takes the wheel's fat binary.
+    """
+    from .cuda import binary, cache
+    from .cuda.build import COMPILERS, TARGETS, BuildError, find_compiler, kernels_in, source_dir
+
+    macros, compilers, code, kernels = binary.asked_macros(), {}, {}, []
+    try:
+        sources, names = str(source_dir()), binary.source_names()
+    except BuildError as error:
+        return {"sources": None, "reason": str(error)}
+    if gpu and not macros:
+        binary.refused.update(_refused_by_driver())
+    for name in COMPILERS:
+        try:
+            found = find_compiler(name)
+            compilers[name] = {"version": found.version, "place": found.place, "reason": None}
+        except BuildError as error:
+            compilers[name] = {"version": None, "place": None, "reason": str(error)}
+    try:
+        place, reason = binary.shipped_binary().place, binary.refused.get(binary.SHIPPED)
+        shipped: dict[str, Any] = {"binary": place, "reason": reason}
+    except BuildError as error:
+        shipped = {"binary": None, "reason": str(error)}
+    for name in names:
+        try:
+            code[name] = binary.expected(name, macros)
+        except BuildError as error:
+            code[name] = f"none: {error}"
+        kernels += [
+            {"name": kernel, "source": name, "shared_bytes": shape.shared_bytes, "blocks_per_sm": shape.blocks}
+            for kernel, shape in kernels_in(name).items()
+        ]
+    folder = cache.cache_dir()
+    return {
+        "sources": sources,
+        "targets": list(TARGETS),
+        "macros": list(macros),
+        "shipped": shipped,
+        "compilers": compilers,
+        "cache_dir": None if folder is None else str(folder),
+        "code": code,
+        "kernels": kernels,
+    }
+
+
+def _refused_by_driver() -> dict[str, str]:
+    from .cuda.binary import SHIPPED, shipped_binary
+    from .cuda.build import BuildError
+    from .cuda.launch import module_on
+    from .driver import DriverError
+
+    try:
+        module_on(shipped_binary(), 0)
+    except DriverError as error:
+        return {SHIPPED: str(error)}
+    except BuildError:  # there is none
+        return {}
+    return {}
+
+
 def gather(
     geometries: tuple[str, ...] = DEFAULT_GEOMETRIES,
     q_len: int = 17,
@@ -120,6 +186,7 @@ def gather(
             "memory_gib": round(properties.total_memory / 2**30, 1),
         }
     found["backends"]["cuda"] = treeattn.available_backends("cuda")
+    found["cuda"] = cuda_info(gpu=found["backends"]["cuda"]["cuda"] is None)
     described = chip if arch is None else arch
     found["kernels_for"] = {
         "arch": described,
@@ -145,6 +212,7 @@ def render(found: dict[str, Any]) -> str:
     for device, backends in found["backends"].items():
         lines.append(f"backends on {device}:")
         lines += [f"  {name:10} {'works' if reason is None else 'no: ' + reason}" for name, reason in backends.items()]
+    lines += _render_cuda(found["cuda"])
     chip = found["kernels_for"]
     where = "this GPU" if chip["here"] else "not here"
     lines.append(f"triton kernels on sm_{chip['arch']} with {chip['sms']} multiprocessors ({where}):")
@@ -160,3 +228,27 @@ def render(found: dict[str, Any]) -> str:
             f"    merge: {one['merge']}",
         ]
     return "\n".join(lines)
+
+
+def _render_cuda(cuda: dict[str, Any]) -> list[str]:
+    if cuda["sources"] is None:
+        return [f"cuda kernels: none, {cuda['reason']}"]
+    shipped = cuda["shipped"]
+    words = f"no: {shipped['reason']}" if shipped["binary"] is None else shipped["binary"]
+    if shipped["binary"] is not None and shipped["reason"] is not None:
+        words += f", which the driver refused: {shipped['reason']}"
+    lines = [f"cuda kernels, for {', '.join(cuda['targets'])}, of {cuda['sources']}:", f"  fat binary {words}"]
+    for name, found in cuda["compilers"].items():
+        known = f"{found['version']}, {found['place']}" if found["reason"] is None else f"no: {found['reason']}"
+        lines.append(f"  {name:10} {known}")
+    lines.append(f"  cache      {cuda['cache_dir'] or 'none: this user has no home'}")
+    if cuda["macros"]:
+        lines.append(f"  macros     {' '.join(cuda['macros'])} (TREEATTN_CUDA_MACROS)")
+    for source, code in cuda["code"].items():
+        lines.append(f"  {source}: {code}")
+        lines += [
+            f"    {kernel['name']}: {kernel['shared_bytes']} bytes shared, {kernel['blocks_per_sm']} block(s) an SM"
+            for kernel in cuda["kernels"]
+            if kernel["source"] == source
+        ]
+    return lines

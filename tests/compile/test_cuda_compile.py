@@ -1,9 +1,10 @@
-"""The CUDA kernels compile with nvcc for sm_90a: no spills, no serialised wgmma; prints registers, shared memory."""
+"""The CUDA kernels compile with nvcc for sm_90a: no spills, no serialised wgmma; logs registers, shared memory."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ def kernels_of(log: str) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_compiles_without_spills_or_serialised_products(source: str, build: str, tmp_path: Path) -> None:
+def test_compiles_without_spills_or_serialised_products(
+    source: str, build: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     options = [*NVCC_OPTIONS, "-Xptxas", "-v,-warn-spills,-warn-lmem-usage", *(f"-D{macro}" for macro in BUILDS[build])]
     command = [str(find_nvcc()), *options, "-o", str(tmp_path / "out.cubin"), str(source_dir() / source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -46,7 +49,7 @@ def test_compiles_without_spills_or_serialised_products(source: str, build: str,
     kernels = kernels_of(log)
     assert sorted(kernels) == sorted(kernels_in(source))
     for name, (spilled, registers) in kernels.items():
-        print(f"{build} {name}: {registers} registers at launch, {spilled} bytes spilled")
+        record_property("kernel", f"{build} {name}: {registers} registers at launch, {spilled} bytes spilled")
         assert spilled == 0
 
 
@@ -94,7 +97,7 @@ def test_exponentials_run_under_a_product(source: str, tmp_path: Path) -> None:
             assert sum("MUFU.EX2" in line for line in behind) >= keys // 2, name
 
 
-def test_shared_memory_fits(tmp_path: Path) -> None:
+def test_shared_memory_fits(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """The structs that the kernels lay over shared memory, measured by nvcc's host compiler."""
     shapes = {name: shape for source in SOURCES for name, shape in kernels_in(source).items()}
     lines = []
@@ -111,6 +114,6 @@ def test_shared_memory_fits(tmp_path: Path) -> None:
     for line in subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines():
         name, taken = line.split()
         shape = shapes[name]
-        print(f"{name}: {taken} bytes of shared memory, {shape.blocks} block(s) an SM")
+        record_property("kernel", f"shared memory {name}: {taken} bytes, {shape.blocks} block(s) an SM")
         assert int(taken) == shape.shared_bytes <= SHARED_LIMIT
         assert shape.blocks * (int(taken) + RESERVED) <= SHARED_OF_SM

@@ -1,12 +1,12 @@
-"""From the sources of ``csrc`` to a cubin for sm_90a: ``nvcc`` where there is one, else NVRTC through CuPy.
+"""From the sources of ``csrc`` to device code: ``nvcc`` where there is one, else NVRTC through CuPy.
 
-A cubin is kept on disk (``TREEATTN_CACHE_DIR``, by default ``~/.cache/treeattn``) under a key of sources, options and
-compiler. Processes that build the same one wait for each other at a file lock, and a file appears whole or not at all.
+What is done with the code is elsewhere: the order in which places are asked in ``binary.py``, the cache in
+``cache.py``, the fat binary of a wheel in ``shipped.py``. ``setup.py`` reads this where no torch is: it imports nothing
+but the standard library.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -15,22 +15,39 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-TARGET = "sm_90a"  # wgmma and setmaxnreg exist for this very chip only
-NVCC_OPTIONS = ("-std=c++17", "-O3", "-cubin", "-gencode=arch=compute_90a,code=sm_90a")
+TARGETS = {"sm_90a": "*_sm90*.cu"}
+"""What is compiled, and for which chips; wgmma and setmaxnreg exist for this very chip only."""
 ITEMS, CURSOR_BYTES = 4, 96  # of csrc/ring.cuh and csrc/schedule.cuh
 ATOM_BYTES = 1024
-NVRTC_OPTIONS = ("--std=c++17", f"--gpu-architecture={TARGET}")
+SUFFIXES = (".cu", ".cuh", ".h")
+
+
+def nvcc_options(output: str, *targets: str) -> tuple[str, ...]:
+    """What nvcc is told, but for macros and files.
+
+    >>> nvcc_options("-cubin", "sm_90a")[-1]
+    '-gencode=arch=compute_90a,code=sm_90a'
+    """
+    chips = (target.removeprefix("sm_") for target in targets)
+    return ("-std=c++17", "-O3", output, *(f"-gencode=arch=compute_{chip},code=sm_{chip}" for chip in chips))
+
+
+NVCC_OPTIONS = nvcc_options("-cubin", "sm_90a")
+FATBIN_OPTIONS = nvcc_options("-fatbin", *TARGETS)
+NVRTC_OPTIONS = ("--std=c++17", "--gpu-architecture=sm_90a")
 
 
 class Compiler(NamedTuple):
-    """A compiler that was found: its name, its version, and how it makes a cubin of a source file and macros."""
+    """A compiler that was found: name, version, where it is, and how it makes a cubin of a source file and macros."""
 
     name: str
     version: str
+    place: str
     compile: Callable[[Path, Sequence[str]], bytes]
 
 
@@ -78,27 +95,24 @@ def kernels_in(source_name: str) -> dict[str, KernelShape]:
     return found
 
 
-def cache_dir() -> Path:
-    """Where cubins are kept."""
-    named = os.environ.get("TREEATTN_CACHE_DIR")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else home / "treeattn"
-
-
 def find_nvcc() -> str | None:
     """Path of nvcc: on PATH, under CUDA_HOME, or in its usual place."""
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
 
-def _run_nvcc(nvcc: str, source: Path, macros: Sequence[str]) -> bytes:
+def _run_nvcc(nvcc: str, options: Sequence[str], source: Path) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernels.cubin"
-        command = [nvcc, *NVCC_OPTIONS, *(f"-D{macro}" for macro in macros), "-o", str(cubin), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise BuildError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        return cubin.read_bytes()
+        out = Path(folder) / "kernels"
+        command = [nvcc, *options, "-o", str(out), str(source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return out.read_bytes()
+            words = f"{done.stdout}{done.stderr}"
+        except OSError as error:
+            words = str(error)
+        raise BuildError(f"{' '.join(command)} failed:\n{words}")
 
 
 def _run_nvrtc(source: Path, macros: Sequence[str]) -> bytes:
@@ -116,74 +130,101 @@ def _run_nvrtc(source: Path, macros: Sequence[str]) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-@cache
-def find_compiler(kind: str | None = None) -> Compiler:
-    """The compiler to use: "nvcc" or "nvrtc", or the first that is there.
+def _nvcc() -> Compiler:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError("nvcc is neither on PATH nor under CUDA_HOME or /usr/local/cuda")
 
-    Raises
-    ------
-    BuildError
-        If there is none; says what was looked for.
-    """
-    nvcc = find_nvcc() if kind in (None, "nvcc") else None
-    if nvcc is not None:
-        version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
-        return Compiler("nvcc", version, lambda source, macros: _run_nvcc(nvcc, source, macros))
-    problem = "the package cupy is not installed (pip install 'treeattn[cuda13]')"
-    if kind in (None, "nvrtc") and importlib.util.find_spec("cupy") is not None:
-        try:
-            from cupy.cuda import nvrtc
+    def compile_one(source: Path, macros: Sequence[str]) -> bytes:
+        return _run_nvcc(nvcc, [*NVCC_OPTIONS, *(f"-D{macro}" for macro in macros)], source)
 
-            return Compiler("nvrtc", ".".join(map(str, nvrtc.getVersion())), _run_nvrtc)
-        except Exception as error:  # CuPy raises what its loader raises
-            problem = f"CuPy finds no NVRTC: {error}"
-    reasons = {"nvcc": "nvcc is neither on PATH nor under CUDA_HOME or /usr/local/cuda", "nvrtc": problem}
-    looked_for = [words for name, words in reasons.items() if kind in (None, name)]
-    raise BuildError(f"no CUDA compiler: {', and '.join(looked_for)}")
+    return Compiler("nvcc", nvcc_version(nvcc), nvcc, compile_one)
 
 
-def cache_key(source: Path, macros: Sequence[str], compiler: Compiler) -> str:
-    """Name of a cubin: what it is made of and by."""
-    digest = hashlib.sha256()
-    for part in (compiler.name, compiler.version, TARGET, *NVCC_OPTIONS, *NVRTC_OPTIONS, *macros, source.name):
-        digest.update(f"{part}\0".encode())
-    for path in sorted(source.parent.iterdir()):
-        if path == source or path.suffix in (".cuh", ".h"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return f"{source.stem}-{TARGET}-{digest.hexdigest()[:24]}"
-
-
-def build(source_name: str, macros: Sequence[str] = (), compiler: str | None = None) -> bytes:
-    """The cubin of a source file, from the cache or built now.
-
-    Parameters
-    ----------
-    source_name : str
-        File of ``csrc``.
-    macros : sequence of str
-        ``NAME=VALUE``.
-    compiler : {"nvcc", "nvrtc"}, optional
-
-    Raises
-    ------
-    BuildError
-        If there is no compiler, or it fails.
-    """
-    source, chosen = source_dir() / source_name, find_compiler(compiler)
-    folder = cache_dir()
-    cubin = folder / f"{cache_key(source, macros, chosen)}.cubin"
-    if cubin.is_file():
-        return cubin.read_bytes()
+def _nvrtc() -> Compiler:
+    if importlib.util.find_spec("cupy") is None:
+        raise BuildError(
+            "the package cupy, which brings NVRTC, is not installed "
+            "(pip install 'treeattn[cuda13]', or [cuda12] beside a torch for CUDA 12)"
+        )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(cubin.with_suffix(".lock"), "w")  # noqa: SIM115 (closed below, which releases it)
-    except OSError:
-        return chosen.compile(source, macros)  # nowhere to keep it
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not cubin.is_file():
-            made = chosen.compile(source, macros)
-            partial = cubin.with_suffix(f".{os.getpid()}.tmp")
-            partial.write_bytes(made)
-            partial.replace(cubin)
-        return cubin.read_bytes()
+        from cupy.cuda import nvrtc
+
+        return Compiler("nvrtc", ".".join(map(str, nvrtc.getVersion())), "through CuPy", _run_nvrtc)
+    except Exception as error:  # CuPy raises what its loader raises
+        missing = "CuPy finds no NVRTC (pip install nvidia-cuda-nvrtc, or nvidia-cuda-nvrtc-cu12 for CUDA 12)"
+        raise BuildError(f"{missing}: {error}") from error
+
+
+@cache
+def find_compiler(name: str) -> Compiler:
+    """A compiler by name, one of `COMPILERS`.
+
+    Raises
+    ------
+    BuildError
+        If it is not there; says what was looked for.
+    """
+    return {"nvcc": _nvcc, "nvrtc": _nvrtc}[name]()
+
+
+COMPILERS = ("nvcc", "nvrtc")
+"""In the order in which they are tried."""
+
+
+def nvcc_version(nvcc: str) -> str:
+    """Version of an nvcc.
+
+    Raises
+    ------
+    BuildError
+        If it does not run.
+    """
+    try:
+        words = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{nvcc} does not run: {error}") from error
+    found = re.search(r"\bV(\d+[.\d]*)", words)
+    if found is None:
+        raise BuildError(f"{nvcc} --version says no version: {words[:200]!r}")
+    return found[1]
+
+
+def target_of(source_name: str) -> str:
+    """What a source file is compiled for, by its name."""
+    for target, pattern in TARGETS.items():
+        if fnmatch(source_name, pattern):
+            return target
+    raise BuildError(f"{source_name} names no target: there are {', '.join(TARGETS.values())}")
+
+
+def build_fatbin(sources: Path, nvcc: str) -> bytes:
+    """One fat binary of all kernels: for each target an image with its source files as one unit.
+
+    A fat binary has room for one image of a chip, so the files cannot be compiled apart.
+
+    Raises
+    ------
+    BuildError
+        If nvcc fails.
+    """
+    lines = []
+    for target, pattern in TARGETS.items():
+        lines.append(f"#if __CUDA_ARCH__ == {int(re.sub('[^0-9]', '', target)) * 10}")
+        lines += [f'#include "{path.name}"' for path in sorted(sources.glob(pattern))]
+        lines.append("#endif")
+    with tempfile.TemporaryDirectory() as folder:
+        unit = Path(folder) / "all_kernels.cu"
+        unit.write_text("\n".join(lines) + "\n")
+        return _run_nvcc(nvcc, [*FATBIN_OPTIONS, "-I", str(sources)], unit)
+
+
+def digest_of(paths: Sequence[Path], options: Sequence[str]) -> str:
+    """SHA-256 in hex over files (names and bytes) and options: what code is made of."""
+    digest = hashlib.sha256()
+    for part in (*options, "files"):
+        digest.update(f"{part}\0".encode())
+    for path in sorted(paths):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()

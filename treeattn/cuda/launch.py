@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import struct
 from collections.abc import Sequence
 from functools import cache, partial
@@ -30,7 +29,8 @@ from ..driver import (
 from ..kernels.launch import LOG2_E, LayerLaunch, finish_leading
 from ..plan import Step
 from ..scoring import Scoring
-from .build import build, kernels_in
+from .binary import Binary, asked_macros, load_first
+from .build import kernels_in
 from .config import KEYS, Variant, variant_of
 from .params import Q_SIGNS, AttentionParams, TensorMap, division
 
@@ -48,22 +48,34 @@ SCALE, SCALE_AT = struct.Struct("=fI"), AttentionParams.scale.offset
 
 
 @cache
-def _module(source: str, device_index: int, macros: tuple[str, ...]) -> Module:
+def module_on(binary: Binary, device_index: int) -> Module:
+    """Code loaded on a device, once."""
     with torch.cuda.device(device_index):
         torch.cuda.current_stream().synchronize()  # makes the context
-        return Module(build(source, macros))
+        return Module(binary.code)
 
 
 @cache
 def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> Function:
     """A kernel on a device, built, loaded and with its shared memory granted: for set-up, not inside a capture."""
+    with torch.cuda.device(device_index):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise RuntimeError(
+            f"the CUDA kernel {variant.name} is not loaded on device {device_index} yet, and a graph capture cannot "
+            "load it: plan such a step, make StaticBuffers with this group, or run such a call, before the capture"
+        )
     source = f"attention_sm90_d{variant.head_dim}.cu"
     shape = kernels_in(source).get(variant.name)
     if shape is None:
         raise NotImplementedError(f"backend 'cuda' has no kernel {variant.name}; backend='triton' takes any tile")
-    module = _module(source, device_index, macros)
-    with torch.cuda.device(device_index):
-        return module.function(variant.name, shape.shared_bytes)
+
+    def function_of(binary: Binary) -> Function:
+        module = module_on(binary, device_index)
+        with torch.cuda.device(device_index):
+            return module.function(variant.name, shape.shared_bytes)
+
+    return load_first(source, macros, function_of)
 
 
 def index_of(device: torch.device) -> int:
@@ -72,13 +84,12 @@ def index_of(device: torch.device) -> int:
 
 
 def prepare(step: Step) -> Function:
-    """Load the kernel of a step, once; see :func:`load`. ``TREEATTN_CUDA_MACROS`` names macros of a checked build."""
+    """Load the kernel of a step, once; see :func:`load`."""
     if step.config is None:
         raise ValueError("a step of the cuda backend has a configuration")
     function: Function | None = step.launches.get("cuda")
     if function is None:
-        macros = tuple(os.environ.get("TREEATTN_CUDA_MACROS", "").split())
-        function = load(variant_of(step, step.config), index_of(step.layout.device), macros)
+        function = load(variant_of(step, step.config), index_of(step.layout.device), asked_macros())
         step.launches["cuda"] = function
     return function
 
