@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 TARGET = "sm_90a"  # wgmma and setmaxnreg exist for this very chip only
 NVCC_OPTIONS = ("-std=c++17", "-O3", "-cubin", "-gencode=arch=compute_90a,code=sm_90a")
-ITEMS, CURSOR_BYTES = 4, 96  # of csrc/ring.cuh and csrc/schedule.cuh
+ITEMS, CURSOR_BYTES = 4, 128  # of csrc/ring.cuh and csrc/schedule.cuh
 ATOM_BYTES = 1024
 NVRTC_OPTIONS = ("--std=c++17", f"--gpu-architecture={TARGET}")
 
@@ -44,6 +44,7 @@ class KernelShape(NamedTuple):
     stages: int
     q_steps: int
     blocks: int
+    options: int
 
     @property
     def shared_bytes(self) -> int:
