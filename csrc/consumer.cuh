@@ -149,6 +149,7 @@ struct Consumer {
         }
       }
     }
+    if constexpr (WINDOW) __syncwarp();  // lanes have looked at more nodes or fewer, and products want all of a warp
   }
 
   // Bits from number `first` on.
