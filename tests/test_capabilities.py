@@ -103,4 +103,8 @@ def test_what_the_hopper_kernels_lack_triton_has(name: str) -> None:
     text = refusal("cuda", "cuda", asked(name))
     assert (text is not None) == lacks
     assert text is None or text.endswith("backend='triton' can")
-    assert str(refusal("cuda", "cuda", asked(head_dim=256))).endswith("backend='triton' can")
+
+
+def test_head_dims_of_the_hopper_kernels() -> None:
+    wide = Asked(Geometry.of(4, 2, 256, dtype=torch.float16))
+    assert str(refusal("cuda", "cuda", wide)).endswith("it covers head_dim 64 or 128, got 256; backend='triton' can")

@@ -55,8 +55,8 @@ def _module(source: str, device_index: int, macros: tuple[str, ...]) -> Module:
     with torch.cuda.device(device_index):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{source} is to be loaded, which a capture cannot: call once before it with the same options (the plan "
-                "loads the kernel of calls without logits_soft_cap)"
+                f"{source} is to be loaded, which a capture cannot: call once before it with the same options (the "
+                "plan loads the kernel of calls without logits_soft_cap)"
             )
         torch.cuda.current_stream().synchronize()  # makes the context
         return Module(build(source, macros))
