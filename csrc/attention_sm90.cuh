@@ -30,7 +30,7 @@ struct Registers<3> {
   static constexpr int PRODUCER = 32, CONSUMER = 160;
 };
 
-template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS>
 __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   static_assert(KEYS % 64 == 0 && HEAD_DIM % 64 == 0, "tiles are whole panels");
   using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
@@ -64,21 +64,21 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   const int group = uniform(warp / 4);
   if (group == CONSUMERS) {
     give_registers<Registers<CONSUMERS>::PRODUCER>();
-    Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS> producer(p, memory);
+    Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> producer(p, memory);
     producer.run();
   } else {
     take_registers<Registers<CONSUMERS>::CONSUMER>();
-    Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS> consumer(p, memory, group, uniform(warp % 4), lane);
+    Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> consumer(p, memory, group, uniform(warp % 4), lane);
     consumer.run();
   }
 }
 
 }  // namespace treeattn
 
-// One kernel: its name tells dtype, head dim, consumer warpgroups and keys of a tile. The host reads these lines for the
-// shared memory that a kernel takes (treeattn/cuda/build.py).
-#define TREEATTN_ATTENTION(NAME, T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, BLOCKS)                            \
+// One kernel: its name tells dtype, head dim, consumer warpgroups, keys of a tile and options. The host reads these lines
+// for the shared memory that a kernel takes (treeattn/cuda/build.py).
+#define TREEATTN_ATTENTION(NAME, T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, BLOCKS, OPTIONS)                   \
   extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), BLOCKS)                                      \
       NAME(const __grid_constant__ treeattn::AttentionParams params) {                                             \
-    treeattn::attention_sm90<treeattn::T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>(params);                     \
+    treeattn::attention_sm90<treeattn::T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS>(params);            \
   }

@@ -3,9 +3,9 @@
 
 #include "attention_sm90.cuh"
 
-TREEATTN_ATTENTION(attention_sm90_bf16_d128_c1_n64, Bf16, 128, 1, 64, 3, 8, 2)
-TREEATTN_ATTENTION(attention_sm90_bf16_d128_c2_n64, Bf16, 128, 2, 64, 6, 8, 1)
-TREEATTN_ATTENTION(attention_sm90_bf16_d128_c3_n64, Bf16, 128, 3, 64, 5, 4, 1)
-TREEATTN_ATTENTION(attention_sm90_fp16_d128_c1_n64, Fp16, 128, 1, 64, 3, 8, 2)
-TREEATTN_ATTENTION(attention_sm90_fp16_d128_c2_n64, Fp16, 128, 2, 64, 6, 8, 1)
-TREEATTN_ATTENTION(attention_sm90_fp16_d128_c3_n64, Fp16, 128, 3, 64, 5, 4, 1)
+TREEATTN_ATTENTION(attention_sm90_bf16_d128_c1_n64, Bf16, 128, 1, 64, 3, 8, 2, 0)
+TREEATTN_ATTENTION(attention_sm90_bf16_d128_c2_n64, Bf16, 128, 2, 64, 6, 8, 1, 0)
+TREEATTN_ATTENTION(attention_sm90_bf16_d128_c3_n64, Bf16, 128, 3, 64, 5, 4, 1, 0)
+TREEATTN_ATTENTION(attention_sm90_fp16_d128_c1_n64, Fp16, 128, 1, 64, 3, 8, 2, 0)
+TREEATTN_ATTENTION(attention_sm90_fp16_d128_c2_n64, Fp16, 128, 2, 64, 6, 8, 1, 0)
+TREEATTN_ATTENTION(attention_sm90_fp16_d128_c3_n64, Fp16, 128, 3, 64, 5, 4, 1, 0)

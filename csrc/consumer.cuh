@@ -15,13 +15,14 @@
 
 namespace treeattn {
 
-template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS>
 struct Consumer {
   using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
   static constexpr u32 PANEL_BYTES = KEYS * PANEL_COLUMNS * 2;
   static constexpr int TILE_ROWS = 64 * CONSUMERS;
   static constexpr int WORDS = KEYS / EDGE_KEYS;  // mask words of a row and tile
   static constexpr bool ALL_Q = Q_STEPS == HEAD_DIM / 16;  // is in registers
+  static constexpr bool WINDOW = (OPTIONS & OPTION_WINDOW) != 0, CAP = (OPTIONS & OPTION_CAP) != 0;
   static_assert(Q_STEPS % 4 == 0, "a panel of Q is in registers or in shared memory");
   static constexpr float LN2 = 0.6931471805599453f;
   static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
@@ -122,10 +123,15 @@ struct Consumer {
   __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
-      const i32 word = unit + i - at.tail_units;
+      const i32 word = unit + i - at.prefix_units;
       // keys of the prefix are seen by every row; behind the prefix or the nodes there is nothing
-      const i32 keys = word < 0 ? at.prefix - at.full_units * KEYS - (unit + i) * EDGE_KEYS
-                                : at.present - word * EDGE_KEYS;
+      i32 begin = at.tail_key + (unit + i) * EDGE_KEYS, end = at.prefix;
+      if constexpr (WINDOW) {
+        const bool front = unit + i < at.front_units;
+        begin += (front ? at.first : at.tail_key - at.front_units * EDGE_KEYS) - at.tail_key;
+        end = front ? at.full : end;
+      }
+      const i32 keys = word < 0 ? end - begin : at.present - word * EDGE_KEYS;
       const u32 bound = unit + i >= at.edge_end || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -135,8 +141,28 @@ struct Consumer {
           const i64 node = at.first_row + row / p.group;
           words[half][i] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
         }
+        if constexpr (WINDOW) {
+          if (p.positions != nullptr && row < at.row_end) {
+            const i32 since = key_of_node(p, at, row / p.group) - p.window_left;
+            words[half][i] &= word < 0 ? from_bit(since - begin) : nodes_since(at, word, words[half][i], since);
+          }
+        }
       }
     }
+    if constexpr (WINDOW) __syncwarp();  // lanes have looked at more nodes or fewer, and products want all of a warp
+  }
+
+  // Bits from number `first` on.
+  static __device__ __forceinline__ u32 from_bit(i32 first) { return first <= 0 ? ~0u : first >= 32 ? 0 : ~0u << first; }
+
+  // Of the nodes of a mask word, those that `mask` will ask this thread for, without what is before the key `since`.
+  __device__ __forceinline__ u32 nodes_since(const Cursor& at, i32 word, u32 nodes, i32 since) const {
+#pragma unroll 1
+    for (u32 left = nodes & 0x03030303u << lane % 4 * 2; left != 0; left &= left - 1) {
+      const i32 bit = __ffs(left) - 1;
+      if (key_of_node(p, at, word * EDGE_KEYS + bit) < since) nodes &= ~(1u << bit);
+    }
+    return nodes;
   }
 
   __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], const u32 (&words)[2][WORDS]) const {
@@ -155,6 +181,17 @@ struct Consumer {
       }
   }
 
+  // Scores to capped ones, in base 2. The tangent has float32's precision, near 0 too (as in treeattn/kernels/tiles.py).
+  __device__ __forceinline__ void cap(float (&scores)[KEYS / 2]) const {
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      const float x = scores[i] * p.cap_in, square = x * x;
+      const float near = x * (1.f + square * (-0.33333334f + square * (0.13333334f + square * -0.05396825f)));
+      const float far = 1.f - 2.f * reciprocal_approx(exp2_approx(x * 2.885390081777927f) + 1.f);
+      scores[i] = (square < 0.04f ? near : far) * p.cap_out;
+    }
+  }
+
   // A score exceeds its row's base by far: move the bases of this warp's rows to their maxima, and scale what there is.
   __device__ __forceinline__ void raise(float (&out)[HEAD_DIM / 2], const float (&best)[2], bool multiplying) {
     if (multiplying) {
@@ -167,7 +204,7 @@ struct Consumer {
       float most = best[half];
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      const float raised = fmaxf(base[half], most * p.scale);
+      const float raised = fmaxf(base[half], CAP ? most : most * p.scale);
       decay[half] = exp2_approx(base[half] - raised);
       base[half] = raised;
       sum[half] *= decay[half];
@@ -183,7 +220,7 @@ struct Consumer {
 
   // Scores to weights, in place. `multiplying`: a product that adds to `out` is on its way.
   __device__ __forceinline__ void softmax(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], bool multiplying) {
-    const float scale = p.scale;
+    const float scale = CAP ? 1.f : p.scale;
     float best[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -221,21 +258,31 @@ struct Consumer {
     release(at, 1);
   }
 
+  // Give the sink of a row's head its weight; a row that saw nothing stays 0 and -inf. (Of parts, the merge does.)
+  __device__ __forceinline__ void add_sink(float& inverse, float& lse, i64 head) const {
+    const float sink = fminf(fmaxf(number_at(p.sinks, head, p.sinks_type), -1e37f), 1e37f) / LN2;  // not inf - inf
+    const float top = fmaxf(lse, sink);
+    const float all = top + log2_approx(exp2_approx(lse - top) + exp2_approx(sink - top));
+    inverse *= exp2_approx(lse - all);
+    if (p.sinks_in_lse != 0 && lse > -infinity()) lse = all;
+  }
+
   // Rows of a whole item to `out`, of a part to its partial slot.
   __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at) {
     // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
-    const i64 part_row = static_cast<i64>(2 * blockIdx.x + (at.unit == 0)) * TILE_ROWS;
+    const i64 part_row = static_cast<i64>(p.split > 0 ? at.place : 2 * blockIdx.x + (at.unit == 0)) * TILE_ROWS;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = sum[half];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      const float inverse = total > 0.f ? 1.f / total : 0.f;
-      const float lse = total > 0.f ? base[half] + log2_approx(total) : -infinity();
+      float inverse = total > 0.f ? 1.f / total : 0.f;
+      float lse = total > 0.f ? base[half] + log2_approx(total) : -infinity();
       const i32 row = at.row0 + local[half];
       if (row >= at.row_end) continue;
       if (at.whole) {
         const i64 node = at.first_row + row / p.group, head = at.kv_head * p.group + row % p.group;
+        if (p.sinks != nullptr) add_sink(inverse, lse, head);
         u32* to = reinterpret_cast<u32*>(static_cast<unsigned short*>(p.out) + node * p.stride_out_row +
                                          head * p.stride_out_head) + lane % 4;
 #pragma unroll
@@ -267,6 +314,7 @@ struct Consumer {
     pin(scores);
     release(place, 0);
     if (!idle) {
+      if constexpr (CAP) cap(scores);
       if (edge) mask(scores, words);
       softmax(scores, out, false);
     }
@@ -299,6 +347,7 @@ struct Consumer {
     v_place = place;
     place = next;
     if (!idle) {
+      if constexpr (CAP) cap(scores);
       if (edge) mask(scores, words);
       softmax(scores, out, true);
     }

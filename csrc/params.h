@@ -26,8 +26,9 @@ struct AttentionParams {
   const void* v_tree;   // [total_q, kv_heads, head_dim], null with k_tree
   void* out;            // [total_q, num_qo_heads, head_dim]
   float* lse;           // [total_q, num_qo_heads], natural log; null: not asked for
-  float* partial_out;   // [2 * num_programs, tile rows, head_dim]
-  float* partial_lse;   // [2 * num_programs, tile rows], base 2
+  const void* sinks;    // [num_qo_heads], of the type that sinks_type says; null: none
+  float* partial_out;   // [slots, tile rows, head_dim], two slots a program, or one for each split
+  float* partial_lse;   // [slots, tile rows], base 2
   const i32* work;      // [num_programs, 16], the plan: see treeattn/kernels/plan.py
   const i32* spans;     // [batch, 4]
   const i32* qo_indptr; // [batch + 1]
@@ -35,6 +36,8 @@ struct AttentionParams {
   const void* kv_indptr;  // [batch + 1], first page of each request in `table`; null: `table` is a block table
   const void* table;      // page ids: [pages of the batch], or [batch, stride_table_request]
   const void* tree_slots; // [total_q], token slot of each node; null: behind the prefix in the request's pages
+  const i32* prefix_lens; // [batch], read with `positions`
+  const i64* positions;   // [total_q], of the nodes; null: no window
   i64 stride_table_request;
   i64 stride_q_row, stride_q_head;
   i64 stride_k_page, stride_k_slot, stride_k_head;
@@ -45,6 +48,8 @@ struct AttentionParams {
   i64 stride_lse_row, stride_lse_head;
   float scale;     // |sm_scale| * log2(e), positive
   u32 q_sign;      // xor'ed to pairs of q: the sign bits where sm_scale is negative, else 0
+  float cap_in;    // |sm_scale| / logits_soft_cap: what a product is multiplied by for its tanh
+  float cap_out;   // logits_soft_cap * log2(e): and its tanh
   i32 total_q;     // rows of q: what a replayed graph may touch, whatever the layout claims
   i32 num_words;   // 32-bit words of a row's mask
   i32 group;       // query heads of a KV head
@@ -55,6 +60,12 @@ struct AttentionParams {
   i32 wide_table;  // 1: `table` is int64, 0: int32
   i32 wide_indptr; // the same of `kv_indptr`
   i32 wide_slots;  // the same of `tree_slots`
+  i32 window_left; // a row sees keys from its own position - window_left on
+  i32 ranged;      // 1: the plan tells from where on the prefix is seen, 0: it is seen from its beginning
+  i32 part;        // 1: the prefix alone, 2: the tree alone, 0: both
+  i32 split;       // units of a split in batch-invariant mode, in which the plan counts splits; else 0
+  i32 sinks_type;  // 0: float32, 1: float16, 2: bfloat16, 3: float64
+  i32 sinks_in_lse; // 1: the lse counts them
   i32 page_rows;   // slots of a page that a tensor map's box holds, 8 to 64; 0: the cache is copied without tensor maps
 };
 

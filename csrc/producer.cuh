@@ -21,13 +21,14 @@ struct KeyAddress {
   u64 k, v;
 };
 
-template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS>
 struct Producer {
   using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
   static constexpr int WARP_KEYS = KEYS / 4;
   static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
   static constexpr int ROW_LANES = HEAD_DIM / 8;        // lanes that copy a row, 16 bytes each
   static constexpr u32 EDGE_WARPS = 2;
+  static constexpr bool WINDOW = (OPTIONS & OPTION_WINDOW) != 0;
   static constexpr int COPY_ROWS = 32 / ROW_LANES;      // rows of one copy of a warp
 
   const AttentionParams& p;
@@ -103,13 +104,36 @@ struct Producer {
     return __ldg(static_cast<const u32*>(list) + (index << wide));
   }
 
-  // Which nodes of a mask word some row of the tile sees.
-  __device__ __forceinline__ u32 seen_nodes(const Cursor& at, i32 word) const {
+  // Whether some row of the tile sees this lane's node of a mask word.
+  __device__ __forceinline__ bool node_seen(const Cursor& at, i32 word) const {
+    if constexpr (WINDOW) {
+      if (p.positions != nullptr) return node_within(at, word);
+    }
     u32 seen = 0;
-    const i32 last = (at.row_end - 1) / p.group;
-    for (i32 node = at.row0 / p.group + lane; node <= last; node += 32)
-      seen |= __ldg(p.mask_words + static_cast<i64>(at.first_row + node) * p.num_words + word);
-    return __reduce_or_sync(~0u, seen);
+    for (i32 node = at.row0 / p.group + lane; node * p.group < at.row_end; node += 32) seen |= mask_word(at, node, word);
+    return (__reduce_or_sync(~0u, seen) >> lane & 1) != 0;
+  }
+
+  // The same where a window may hide a node that the row's words have. (By position: not even its own, in any mask.)
+  __device__ __forceinline__ bool node_within(const Cursor& at, i32 word) const {
+    const i32 own = word * EDGE_KEYS + lane;
+    const i32 key = own < at.present ? key_of_node(p, at, own) : 0;
+    bool seen = false;
+#pragma unroll 1
+    for (i32 first = at.row0 / p.group; first * p.group < at.row_end; first += 32) {
+      const i32 node = first + lane;
+      const bool there = node * p.group < at.row_end;
+      const u32 words = there ? mask_word(at, node, word) : 0;
+      const i32 since = there ? key_of_node(p, at, node) - p.window_left : 0;
+#pragma unroll 1
+      for (u32 row = 0; row < 32; ++row)
+        seen |= (__shfl_sync(~0u, words, row) >> lane & 1) != 0 & __shfl_sync(~0u, since, row) <= key;
+    }
+    return seen;
+  }
+
+  __device__ __forceinline__ u32 mask_word(const Cursor& at, i32 node, i32 word) const {
+    return __ldg(p.mask_words + static_cast<i64>(at.first_row + node) * p.num_words + word);
   }
 
   __device__ __forceinline__ u32 page_of(u32 position) const {
@@ -127,17 +151,22 @@ struct Producer {
   // The same of a key of an edge unit.
   __device__ __forceinline__ KeyAddress edge(const Cursor& at, i32 unit) const {
     const i32 offset = lane;
-    const i32 word = unit - at.tail_units;
-    i32 position = at.full_units * KEYS + unit * EDGE_KEYS + offset;
+    const i32 word = unit - at.prefix_units;
+    i32 position = at.tail_key + unit * EDGE_KEYS + offset, end = at.prefix;
+    if constexpr (WINDOW) {
+      const bool front = unit < at.front_units;
+      position += (front ? at.first : at.tail_key - at.front_units * EDGE_KEYS) - at.tail_key;
+      end = front ? at.full : end;
+    }
     const bool in_tree = word >= 0;
     const i32 node = word * EDGE_KEYS + offset;
     bool valid = unit < at.edge_end;
     if (in_tree) {
-      const u32 seen = valid ? seen_nodes(at, word) : 0;
-      valid = node < at.present && (seen >> offset & 1) != 0;
+      const bool seen = valid && node_seen(at, word);
+      valid = node < at.present && seen;
       position = at.prefix + node;
     } else {
-      valid = valid && position < at.prefix;
+      valid = valid && position < end;
     }
     KeyAddress address = {reinterpret_cast<u64>(p.k) | 1, reinterpret_cast<u64>(p.v) | 1};
     if (!valid) return address;
@@ -157,7 +186,7 @@ struct Producer {
 
   // Position in its request of the key that this lane looks after in a full tile.
   __device__ __forceinline__ u32 position_at(const Cursor& at, i32 tile) const {
-    return (at.unit + tile) * KEYS + warp * WARP_KEYS + lane % WARP_KEYS;
+    return at.full_key + tile * KEYS + warp * WARP_KEYS + lane % WARP_KEYS;
   }
 
   // Page ids of the next PAGE_TILES full tiles: lane r has that of key r % WARP_KEYS of tile r / WARP_KEYS.
@@ -176,11 +205,11 @@ struct Producer {
     for (u32 first = 0; first < all; first += boxes) {
       // lane r has the page of box r of the next 32
       if (first % 32 == 0) {
-        const u32 position = at.unit * KEYS + (first + lane) * rows;
+        const u32 position = at.full_key + (first + lane) * rows;
         if (first + lane < all) pages = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
       }
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
-      const u32 position = at.unit * KEYS + (first + box) * rows, within = position - page_of(position) * p.page_size;
+      const u32 position = at.full_key + (first + box) * rows, within = position - page_of(position) * p.page_size;
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage()][half]);
@@ -301,7 +330,7 @@ struct Producer {
     find_thread();
     if (warp == 0) {
       memory.walk.passed = 0;
-      if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = __ldg(p.work + blockIdx.x * WORK_FIELDS + lane);
+      if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
       __syncwarp();
     }
     for (;;) {

@@ -189,6 +189,26 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float of_half(unsigned short bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+
+// A number of a list in global memory: 0 float32, 1 float16, 2 bfloat16, 3 float64.
+__device__ __forceinline__ float number_at(const void* list, i64 index, i32 type) {
+  if (type == 0) return __ldg(static_cast<const float*>(list) + index);
+  if (type == 3) return static_cast<float>(__ldg(static_cast<const double*>(list) + index));
+  const unsigned short bits = __ldg(static_cast<const unsigned short*>(list) + index);
+  return type == 1 ? of_half(bits) : __int_as_float(static_cast<i32>(bits) << 16);
+}
+
 // Two numbers in 16 bits each, the first in the low half.
 template <class T>
 __device__ __forceinline__ u32 pack(float low, float high);

@@ -17,6 +17,7 @@ constexpr u32 ITEMS = 4;  // that the walk along the plan may be ahead; a power 
 constexpr u32 Q_ARRIVALS = 96;  // threads that copy Q
 constexpr u32 PRODUCER_ARRIVALS = 128;  // each thread's copies arrive by themselves; a tensor copy's thread for all
 constexpr u32 PANEL_COLUMNS = 64;
+constexpr int OPTION_WINDOW = 1, OPTION_CAP = 2;  // of a kernel, added up; what others cost is outside its loop
 constexpr u32 ATOM_BYTES = 1024;  // 8 rows of a panel, the period of the swizzle
 
 template <int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>

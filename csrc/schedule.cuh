@@ -1,8 +1,9 @@
 // Which tiles a block computes: it walks its stretch of the plan's line, item by item (treeattn/kernels/plan.py).
 //
 // An item is a tile of packed query rows against the keys of one request and KV head. The plan counts its keys in
-// units: full tiles of KEYS keys of the prefix, then *edge* units of 32 keys: what is left of the prefix, then the tree.
-// No unit straddles the end of the prefix. Here up to KEYS / 32 edge units are gathered to one tile of shared memory.
+// units: full tiles of KEYS keys of the prefix, then *edge* units of 32 keys: where a window begins, what is left of the
+// prefix, then the tree. No unit straddles the end of the prefix. Here up to KEYS / 32 edge units are gathered to one tile
+// of shared memory.
 //
 // One lane of the producer walks, ahead of the consumers, and hands each item to the other warps (ring.cuh).
 
@@ -14,6 +15,7 @@ namespace treeattn {
 
 constexpr i32 EDGE_KEYS = 32;  // of an edge unit: one mask word a row
 constexpr i32 WORK_FIELDS = 16, SPAN_FIELDS = 4;
+constexpr i32 PART_PREFIX = 1;
 
 __device__ __forceinline__ i32 least(i32 a, i32 b) { return a < b ? a : b; }
 __device__ __forceinline__ i32 most(i32 a, i32 b) { return a > b ? a : b; }
@@ -21,50 +23,82 @@ __device__ __forceinline__ i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; 
 
 // Where a block is on the line, and the item there, in shared memory.
 struct alignas(16) Cursor {
-  // As the plan's record of the block.
-  i32 request, kv_head, row_tile, unit, left, nodes, prefix, first_row, row_tiles, tile_rows, zero, lane;
+  // As the plan's record of the block; `unit` and `left` count splits in batch-invariant mode, `place` is on the line.
+  i32 request, kv_head, row_tile, unit, left, nodes, prefix, first_row, row_tiles, tile_rows, zero, lane, first, full, place;
 
   // The part of the item that is this block's.
-  i32 full_units;            // full tiles of the prefix, of the whole item
-  i32 tail_units;            // edge units that hold the end of the prefix
+  i32 full_key;              // where its full tiles begin
+  i32 tail_key;              // where the edge units behind the full tiles begin
+  i32 front_units;           // edge units where some rows begin to see, of the whole item
+  i32 prefix_units;          // edge units that hold keys of the prefix, these included
   i32 full_tiles;            // tiles of this part that need no mask
   i32 edge_begin, edge_end;  // its edge units, counted from the item's first edge unit
   i32 tiles;                 // of this part, edge tiles included; 0: there is nothing more to do
   i32 end;                   // unit behind the last
+  i32 units;                 // of the whole item
   i32 whole;                 // nobody else has a part
   i32 present;               // nodes that there are
   i32 row0, row_end;         // packed rows of the request and KV head
+  i32 prefix_len;            // if there is a window: what positions are counted from
   i32 passed;                // the producer's: tiles that its first warp has left to others since it last waited for one
 };
-constexpr i32 PLANNED_FIELDS = 12, CURSOR_FIELDS = sizeof(Cursor) / sizeof(i32);
+constexpr i32 PLANNED_FIELDS = 15, CURSOR_FIELDS = sizeof(Cursor) / sizeof(i32);
+
+// Where the nodes of a request are, counted as the keys of its prefix are.
+__device__ __forceinline__ i32 key_of_node(const AttentionParams& p, const Cursor& at, i32 node) {
+  const i64 behind = __ldg(p.positions + at.first_row + node) - at.prefix_len, most = 0x3FFFFFFF;  // sums of two fit
+  return at.prefix + static_cast<i32>(behind < -most ? -most : behind > most ? most : behind);
+}
+
+// The plan's record of a block, of which `first` and `full` are only there if it is ranged.
+__device__ __forceinline__ i32 planned(const AttentionParams& p, i32 block, i32 field) {
+  return (field == 12 || field == 13) && p.ranged == 0 ? 0 : p.work[block * WORK_FIELDS + field];
+}
 
 // Fill in the part of the item at the cursor.
 template <int KEYS>
 __device__ __forceinline__ void cursor_place(Cursor& at, const AttentionParams& p) {
-  const i32 prefix = at.prefix, nodes = at.nodes, unit = at.unit, left = at.left, row0 = at.row_tile * at.tile_rows;
-  const i32 rows = at.tile_rows, present = least(nodes, p.total_q - at.first_row);
-  const i32 full_units = prefix / KEYS, tail_units = ceil_div(prefix % KEYS, EDGE_KEYS);
-  const i32 units = full_units + tail_units + ceil_div(nodes, EDGE_KEYS), end = least(units, unit + left);
-  const i32 full_tiles = most(least(end, full_units) - unit, 0);
-  const i32 edge_begin = most(unit - full_units, 0), edge_end = most(end - full_units, 0);
-  at.full_units = full_units;
-  at.tail_units = tail_units;
+  const i32 prefix = at.prefix, full = at.full;
+  const i32 before = ceil_div(full, KEYS), full_units = most(prefix / KEYS - before, 0);
+  const i32 tail_key = most(full, prefix / KEYS * KEYS), front_units = ceil_div(full - at.first, EDGE_KEYS);
+  const i32 prefix_units = front_units + ceil_div(prefix - tail_key, EDGE_KEYS);
+  at.tail_key = tail_key;
+  at.front_units = front_units;
+  at.prefix_units = prefix_units;
+  const i32 units = full_units + prefix_units + (p.part == PART_PREFIX ? 0 : ceil_div(at.nodes, EDGE_KEYS));
+  const i32 begin = p.split > 0 ? at.unit * p.split : at.unit;
+  const i32 end = least(units, begin + (p.split > 0 ? p.split : at.left));
+  const i32 full_tiles = most(least(end, full_units) - begin, 0);
+  const i32 edge_begin = most(begin - full_units, 0), edge_end = most(end - full_units, 0);
+  at.full_key = (before + begin) * KEYS;
   at.full_tiles = full_tiles;
   at.edge_begin = edge_begin;
   at.edge_end = edge_end;
   at.tiles = full_tiles + ceil_div(edge_end - edge_begin, KEYS / EDGE_KEYS);
   at.end = end;
-  at.whole = unit == 0 && end == units;
+  at.units = units;
+  at.whole = begin == 0 && end == units;
+  const i32 present = least(at.nodes, p.total_q - at.first_row), row0 = at.row_tile * at.tile_rows;
   at.present = present;
   at.row0 = row0;
-  at.row_end = least(row0 + rows, present * p.group);
+  at.row_end = least(row0 + at.tile_rows, present * p.group);
+  if (p.positions != nullptr) at.prefix_len = p.prefix_lens[at.request];
 }
 
-// Past the item at the cursor (or past a request without any): row tiles of a KV head, KV heads, requests.
+// Past the part at the cursor (or past a request without any): splits, row tiles of a KV head, KV heads, requests.
 template <int TILE_ROWS>
 __device__ __forceinline__ void cursor_advance(Cursor& at, const AttentionParams& p) {
   if (at.nodes > 0) {
-    at.left -= at.end - at.unit;
+    if (p.split > 0) {
+      at.left -= 1;
+      at.place += 1;
+    } else {
+      at.left -= at.end - at.unit;
+    }
+    if (p.split > 0 && at.end < at.units) {
+      at.unit += 1;
+      return;
+    }
     at.unit = 0;
     at.row_tile += 1;
     // a block of a lane keeps to one row tile
@@ -79,6 +113,8 @@ __device__ __forceinline__ void cursor_advance(Cursor& at, const AttentionParams
       at.request += 1;
       const i32* span = p.spans + static_cast<i64>(at.request) * SPAN_FIELDS;
       at.prefix = span[0];
+      at.first = span[1];
+      at.full = span[2];
       at.nodes = span[3];
       at.first_row = p.qo_indptr[at.request];
       at.row_tiles = most(ceil_div(at.nodes * p.group, TILE_ROWS), 1);

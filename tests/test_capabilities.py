@@ -95,3 +95,16 @@ def test_plan_and_call_refuse_before_anything_is_written(monkeypatch: pytest.Mon
         assert (out == 7).all()
     treeattn.tree_attention(q, cache, cache, step, out=out)
     assert (out != 7).any()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_the_hopper_kernels_lack_triton_has(name: str) -> None:
+    lacks = name in ("fp8_e4m3", "fp8_e5m2", "unlike_dims", "shared_kv")
+    text = refusal("cuda", "cuda", asked(name))
+    assert (text is not None) == lacks
+    assert text is None or text.endswith("backend='triton' can")
+
+
+def test_head_dims_of_the_hopper_kernels() -> None:
+    wide = Asked(Geometry.of(4, 2, 256, dtype=torch.float16))
+    assert str(refusal("cuda", "cuda", wide)).endswith("it covers head_dim 64 or 128, got 256; backend='triton' can")

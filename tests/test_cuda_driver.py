@@ -34,7 +34,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_thread_without_context_gets_one(prepared: Any) -> None:
     made, codes, current = prepared
     codes += [INVALID_CONTEXT, 0]
-    made(4, 16, 16, 16, 0, 0, 16, 0, 1.0)
+    made(4, 16, 16, 16, 0, 0, 16, 0, 0, 1.0, 0.0)
     assert current == [0]
     assert codes == []
 
@@ -48,5 +48,5 @@ def test_other_errors_are_raised(prepared: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "check", check)
     codes += [719]
     with pytest.raises(DriverError, match=r"launch of kernel \(719\)"):
-        made(4, 16, 16, 16, 0, 0, 16, 0, 1.0)
+        made(4, 16, 16, 16, 0, 0, 16, 0, 0, 1.0, 0.0)
     assert current == []

@@ -170,7 +170,9 @@ CAPABILITIES: dict[str, Capabilities] = {
         devices={"cuda": "NVIDIA GPU of compute capability 9.0 (Hopper)"},
         dtypes=(torch.float16, torch.bfloat16),
         head_dims=(64, 128),
-        options=frozenset({"fresh_tree"}),
+        options=frozenset(
+            {"fresh_tree", "window", "windowed_cache", "part", "soft_cap", "sinks", "batch_invariant"}
+        ),
         numbers="accumulates in float32",
         purpose="serving, on request",
     ),

@@ -81,7 +81,7 @@ def test_exponentials_run_under_a_product(source: str, tmp_path: Path) -> None:
     """Behind the wait for Q K^T, with P V still on its way, come the exponentials of a tile, and a wait for P V only on
     the way that moves the bases, which most tiles jump over."""
     for name, code in disassembled(source, tmp_path).items():
-        keys = int(name.rsplit("_n", 1)[1])
+        keys = kernels_in(source)[name].keys
         begin = next(at for at, (_, line) in enumerate(code) if re.search(r"DEPBAR\.LE gsb0, 0x1", line))
         start = code[begin][0]
         end = next(

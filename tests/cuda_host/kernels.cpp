@@ -5,7 +5,11 @@
 int block_threads;
 
 #include "attention_sm90_d128.cu"
+#include "attention_sm90_d128_capped.cu"
+#include "attention_sm90_d128_window.cu"
 #include "attention_sm90_d64.cu"
+#include "attention_sm90_d64_capped.cu"
+#include "attention_sm90_d64_window.cu"
 
 static treeattn::AttentionParams call;
 static void (*chosen)(const treeattn::AttentionParams);

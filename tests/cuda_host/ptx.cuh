@@ -209,6 +209,7 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
   return bits;
 }
+inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value)); }
 template <class T>
 inline T __ldg(const T* from) {
   return *from;
@@ -339,6 +340,7 @@ inline void launch_dependents() {}
 inline float infinity() { return INFINITY; }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }
 
 template <class T>
 float wide(unsigned short bits);
@@ -376,6 +378,13 @@ inline u32 pack(float low, float high) {
   return narrow<T>(low) | static_cast<u32>(narrow<T>(high)) << 16;
 }
 
+inline float number_at(const void* list, i64 index, i32 type) {
+  if (type == 0) return static_cast<const float*>(list)[index];
+  if (type == 3) return static_cast<float>(static_cast<const double*>(list)[index]);
+  const unsigned short bits = static_cast<const unsigned short*>(list)[index];
+  return type == 1 ? wide<Fp16>(bits) : wide<Bf16>(bits);
+}
+
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING>
@@ -405,7 +414,7 @@ inline u64 operand(u32 address, u32 leading, u32 stride) {
 
 // A number of an operand: `line` is its row of K-major tiles (K: a key), its column of the others (V: a dim).
 template <class T>
-inline float number_at(u64 descriptor, int k, int line, bool across) {
+inline float operand_number(u64 descriptor, int k, int line, bool across) {
   const u32 start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4;
   const u32 stride = (descriptor >> 32 & 0x3FFF) << 4;
   u32 at = across ? start + line / 64 * leading + line % 64 * 2 + k / 8 * stride + k % 8 * 128
@@ -422,7 +431,7 @@ struct Product {
     for (int i = 0; i < N / 2; ++i) {
       const int column = i / 4 * 8 + running % 4 * 2 + i % 2;
       float sum = accumulate ? d[i] : 0.f;
-      for (int k = 0; k < 16; ++k) sum += a[i / 2 % 2][k] * number_at<T>(b, k, column, ACROSS);
+      for (int k = 0; k < 16; ++k) sum += a[i / 2 % 2][k] * operand_number<T>(b, k, column, ACROSS);
       d[i] = sum;
     }
   }
@@ -441,7 +450,7 @@ struct Product {
     float a[2][16];
     for (int lower = 0; lower < 2; ++lower)
       for (int k = 0; k < 16; ++k)
-        a[lower][k] = number_at<T>(a_descriptor, k, running % 128 / 32 * 16 + running % 32 / 4 + 8 * lower, false);
+        a[lower][k] = operand_number<T>(a_descriptor, k, running % 128 / 32 * 16 + running % 32 / 4 + 8 * lower, false);
     add(d, a, b, accumulate);
   }
 };

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from option_bodies import (
+    general_masks_take_the_callers_positions,
+    merged_parts_are_the_whole,
+    rows_do_not_depend_on_the_batch,
+)
+from settings_of_tests import Setting
 
 import treeattn
-from treeattn.testing import Case, Placement, build_case, check_case, draw_tree, random_case
+from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
 
 REASON = treeattn.available_backends("cuda")["cuda"]
 pytestmark = [
@@ -69,14 +75,14 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TREEATTN_CUDA_MACROS", getattr(request, "param", CHECKED))
 
 
-def shaped(name: str, dim: int, dtype: torch.dtype) -> Case:
+def shaped(name: str, dim: int, dtype: torch.dtype, options: Options | None = None) -> Case:
     shape = dict(SHAPES[name])
     q_lens, prefixes, heads = shape.pop("q_lens"), shape.pop("prefixes"), shape.pop("heads")
     nodes, sm_scale = shape.pop("nodes", q_lens), shape.pop("sm_scale", None)
     rng = random.Random(sum(q_lens) + sum(prefixes))
     trees = [draw_tree("recent", count, rng) for count in nodes]
     return build_case(trees, prefixes, q_lens=q_lens, heads=heads, head_dim=dim, dtype=dtype, device="cuda",
-                      placement=Placement(**shape), sm_scale=sm_scale, seed=1)  # fmt: skip
+                      placement=Placement(**shape), sm_scale=sm_scale, options=options, seed=1)  # fmt: skip
 
 
 @pytest.mark.parametrize("build", [CHECKED, CANARY], ids=["checked", "canary"], indirect=True)
@@ -134,3 +140,52 @@ def test_the_same_bits_again_and_again(heads: tuple[int, int]) -> None:
         graph.replay() if turn % 2 else treeattn.tree_attention(q, k, v, step, out=out)
         differ += (out != first).any()
     assert int(differ) == 0
+
+
+OPTIONS: dict[str, Options] = {
+    "sinks": Options(sinks=True),
+    "sinks-in-lse": Options(sinks=True, sinks_in_lse=True),
+    "prefix": Options(part="prefix"),
+    "tree": Options(part="tree", sinks=True),
+    **{f"window-{left}": Options(window_left=left) for left in (0, 3, 90, 1000)},
+    "windowed-cache": Options(window_left=300, windowed=True),
+    "prefix-window": Options(window_left=40, part="prefix"),
+    "tree-window": Options(window_left=1, part="tree"),
+    "cap": Options(logits_soft_cap=3.0),
+    "cap-window-sinks": Options(logits_soft_cap=30.0, window_left=133, sinks=True),
+    "invariant": Options(batch_invariant=True, sinks=True),
+    "invariant-window": Options(batch_invariant=True, window_left=500),
+}
+OPTION_SHAPES = (
+    "lone-root", "c1", "c2-heads", "c3-heads", "c3-tiles", "page-12-block", "fresh", "ragged", "padded", "many",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [CHECKED, CANARY], ids=["checked", "canary"], indirect=True)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.usefixtures("build")
+def test_options(name: str) -> None:
+    for index, shape in enumerate(OPTION_SHAPES, list(OPTIONS).index(name)):
+        case = shaped(shape, *KINDS[index % 4], OPTIONS[name])
+        verdict = check_case(case, "cuda", ("plain", "static")[index % 2])
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+class OwnSetting(Setting):
+    """Cases that the kernels cover."""
+
+    def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
+        own = {"head_dim": (64, 128)[seed % 2], "cache": "paged", "strided_q": False}
+        return super().case(seed, dtype, **{**own, **pins})
+
+
+SETTING = OwnSetting("cuda", torch.device("cuda"), (torch.float16, torch.bfloat16))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("build")
+def test_options_together(seed: int) -> None:
+    merged_parts_are_the_whole(SETTING, seed)
+    general_masks_take_the_callers_positions(SETTING, seed)
+    rows_do_not_depend_on_the_batch(SETTING, seed)
+    rows_do_not_depend_on_the_batch(SETTING, seed, Options(window_left=20, sinks=True, logits_soft_cap=4.0))

@@ -6,6 +6,7 @@ What this cannot show: registers, asynchronous products, races, and what the PTX
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import random
 import shutil
@@ -16,13 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+from option_bodies import (
+    general_masks_take_the_callers_positions,
+    merged_parts_are_the_whole,
+    rows_do_not_depend_on_the_batch,
+)
+from settings_of_tests import Setting
 
 from treeattn.cuda.build import kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
 from treeattn.cuda.launch import CacheMaps, fill, params_of
 from treeattn.kernels import launch as launching
 from treeattn.plan import Step
-from treeattn.testing import Case, Placement, build_case, check_case, draw_tree, random_case
+from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
 
 GXX = shutil.which("g++")
 HOST = Path(__file__).resolve().parent.parent / "cuda_host"
@@ -31,7 +38,10 @@ SCHEDULES = itertools.count(1)
 pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
 
 
-@pytest.fixture(scope="module", params=["", "-DTREEATTN_CANARY=1"])
+BUILDS = ["", "-DTREEATTN_CANARY=1"]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("cuda_host")
     for path in source_dir().iterdir():
@@ -62,18 +72,20 @@ class HostAttention:
     def __init__(self, library: Any, step: Step, *tensors: Any) -> None:
         self.library, self.step, self.maps = library, step, CacheMaps(step, tensors[-1])
         self.params = params_of(step, *tensors)
+        self.sinks = tensors[-2].sinks is not None
         self.params.page_rows = self.maps.rows
 
     def __call__(self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float,
-                 *rest: Any) -> None:  # fmt: skip
+                 cap: float, sinks: Any, *rest: Any) -> None:  # fmt: skip
         config = self.step.config
         assert config is not None
-        # Triton's launch has q in place of fresh rows that there are not, and out in place of lse
+        # Triton's launch has q in place of fresh rows that there are not, and out in place of lse and sinks
         k_tree, v_tree = (None if tensor is q else tensor for tensor in (k_tree, v_tree))
         lse = None if lse is out else lse
-        at = [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, k_tree, v_tree, out, lse)]
-        fill(memoryview(self.params).cast("B"), self.maps.of(at[1], at[2], k.shape[0]), *at, scale)
-        name = variant_of(self.step, config).name.encode()
+        sinks = sinks if self.sinks else None
+        at = [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, k_tree, v_tree, out, lse, sinks)]
+        fill(memoryview(self.params).cast("B"), self.maps.of(at[1], at[2], k.shape[0]), *at, scale, cap)
+        name = variant_of(self.step, config, cap > 0).name.encode()
         address, schedule = ctypes.addressof(self.params), next(SCHEDULES)
         done = self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps, schedule)
         assert done, f"a standstill (schedule {schedule})"
@@ -90,7 +102,9 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
                      **rest: Any) -> None:  # fmt: skip
             super().__init__(step, q, k_tree, v_tree, out, lse, scoring, **rest)
             self.finish.arguments["FRAGMENTS"] = True
-            self.attention: Any = HostAttention(library, step, q, k_tree, v_tree, out, lse, rest["cache_strides"])
+            self.attention: Any = HostAttention(
+                library, step, q, k_tree, v_tree, out, lse, scoring, rest["cache_strides"]
+            )
 
     monkeypatch.setattr(launching, "LayerLaunch", HostLayerLaunch)
     monkeypatch.setattr(launching, "is_aligned", lambda step: not step.batch_invariant)
@@ -100,11 +114,11 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shaped(q_lens: list[int], prefixes: list[int], heads: tuple[int, int], head_dim: int = 64,
-           nodes: list[int] | None = None, **place: Any) -> Case:  # fmt: skip
+           nodes: list[int] | None = None, options: Options | None = None, **place: Any) -> Case:  # fmt: skip
     rng = random.Random(sum(q_lens) + sum(prefixes))
     trees = [draw_tree("recent", count, rng) for count in nodes or q_lens]
     return build_case(trees, prefixes, q_lens=q_lens, heads=heads, head_dim=head_dim, dtype=torch.float16,
-                      placement=Placement(**place), seed=1)  # fmt: skip
+                      placement=Placement(**place), options=options, seed=1)  # fmt: skip
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -154,3 +168,90 @@ def test_random_cases(seed: int) -> None:
                        max_width=(8, 17, 33)[seed % 3], num_kv_heads=1, cache="paged")  # fmt: skip
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+OPTION_SHAPES: dict[str, dict[str, Any]] = {
+    "c1": {"q_lens": [8, 3], "prefixes": [200, 70], "heads": (8, 1), "page_size": 16, "nodes": [7, 3]},
+    "c2": {"q_lens": [17, 5], "prefixes": [333, 64], "heads": (4, 1), "head_dim": 128, "page_size": 64,
+           "table": "block"},
+    "c2-chunks": {"q_lens": [70], "prefixes": [130], "heads": (2, 2), "page_size": 12},
+    "c3": {"q_lens": [17, 17], "prefixes": [300, 0], "heads": (16, 2), "head_dim": 128, "tree_kv": "slots",
+           "page_size": 48},
+    "c3-fresh": {"q_lens": [17], "prefixes": [200], "heads": (8, 1), "tree_kv": "fresh", "page_size": 16},
+}  # fmt: skip
+OPTIONS: dict[str, Options] = {
+    "sinks": Options(sinks=True),
+    "sinks-in-lse": Options(sinks=True, sinks_in_lse=True),
+    "prefix": Options(part="prefix"),
+    "tree": Options(part="tree", sinks=True),
+    **{f"window-{left}": Options(window_left=left) for left in (0, 3, 90)},
+    "windowed-cache": Options(window_left=70, windowed=True),
+    "prefix-window": Options(window_left=40, part="prefix"),
+    "tree-window": Options(window_left=1, part="tree"),
+    "cap": Options(logits_soft_cap=3.0),
+    "cap-window-sinks": Options(logits_soft_cap=5.0, window_left=33, sinks=True),
+    "invariant": Options(batch_invariant=True, sinks=True),
+    "invariant-window": Options(batch_invariant=True, window_left=50),
+}
+
+
+CANARY_ONLY = pytest.mark.parametrize("library", BUILDS[1:], indirect=True)
+"""The build that shows more, where both would take a minute."""
+OPTION_CASES = [
+    (name, shape) for name in OPTIONS for shape in OPTION_SHAPES if shape in ("c1", "c2", "c3") or "window" in name
+]
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize(("name", "shape"), OPTION_CASES)
+@pytest.mark.usefixtures("on_host")
+def test_options(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 130)
+    case = shaped(**OPTION_SHAPES[shape], options=OPTIONS[name])
+    path = ("plain", "static")[(list(OPTIONS).index(name) + list(OPTION_SHAPES).index(shape)) % 2]
+    verdict = check_case(case, "triton", path)
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+class HostSetting(Setting):
+    """Cases that the kernels cover and the host can afford."""
+
+    def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
+        own = {"head_dim": (64, 128)[seed % 2], "num_kv_heads": 1, "cache": "paged", "max_width": (8, 17)[seed % 2],
+               "max_prefix": 130, "batch": 2}  # fmt: skip
+        return super().case(seed, dtype, **{**own, **pins})
+
+
+SETTING = HostSetting("triton", torch.device("cpu"), (torch.float16,), small=True)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.usefixtures("on_host")
+def test_parts_merge(seed: int) -> None:
+    merged_parts_are_the_whole(SETTING, seed)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.usefixtures("on_host")
+def test_general_masks_with_windows(seed: int) -> None:
+    general_masks_take_the_callers_positions(SETTING, seed)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("options", [Options(), Options(window_left=20, sinks=True)], ids=["plain", "window"])
+@pytest.mark.usefixtures("on_host")
+def test_batch_invariance(options: Options) -> None:
+    rows_do_not_depend_on_the_batch(SETTING, 1, options)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("on_host")
+def test_sinks_of_any_type(dtype: torch.dtype) -> None:
+    case = shaped(**OPTION_SHAPES["c1"], options=Options(sinks=True))
+    assert case.sinks is not None
+    given = dataclasses.replace(case, sinks=case.sinks.to(dtype))
+    verdict = check_case(given, "triton")
+    assert verdict.ok, verdict.message

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import treeattn
 from treeattn.config import KernelConfig
 from treeattn.cuda.build import source_dir
+from treeattn.kernels.launch import PARTS, is_ranged, split_of
 
 GXX = shutil.which("g++")
 EDGE_KEYS = 32
@@ -25,6 +27,7 @@ MAIN = """
 #include <vector>
 #define __device__
 #define __forceinline__ inline
+#define __ldg(from) (*(from))
 #include "schedule.cuh"
 using namespace treeattn;
 
@@ -38,24 +41,27 @@ template <int TILE_ROWS, int KEYS>
 static void walk(const AttentionParams& p, int programs) {
   for (int program = 0; program < programs; ++program) {
     Cursor at;
-    std::memcpy(&at, p.work + program * WORK_FIELDS, PLANNED_FIELDS * sizeof(i32));
+    for (int field = 0; field < PLANNED_FIELDS; ++field)
+      reinterpret_cast<i32*>(&at)[field] = planned(p, program, field);
     for (;;) {
       cursor_find<KEYS, TILE_ROWS>(at, p);
       if (at.tiles == 0) break;
-      std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request, at.kv_head, at.row_tile,
-                    at.row0, at.row_end, at.unit, at.end, at.full_tiles, at.full_units, at.tail_units, at.edge_begin,
-                    at.edge_end, at.tiles, at.whole, at.first_row);
+      std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request, at.kv_head,
+                  at.row_tile, at.row0, at.row_end, at.unit, at.end, at.full_tiles, at.full_key, at.tail_key,
+                  at.front_units, at.prefix_units, at.edge_begin, at.edge_end, at.tiles, at.whole, at.first, at.full,
+                  p.split > 0 ? at.place : 2 * program + (at.unit == 0));
       cursor_advance<TILE_ROWS>(at, p);
     }
   }
 }
 
 int main() {
-  std::vector<int> head = numbers(7);
+  std::vector<int> head = numbers(10);
   int programs = head[0], batch = head[1], rows = head[5], keys = head[6];
   auto work = numbers(programs * WORK_FIELDS), spans = numbers(batch * SPAN_FIELDS), starts = numbers(batch + 1);
   AttentionParams p = {};
   p.work = work.data(), p.spans = spans.data(), p.qo_indptr = starts.data();
+  p.ranged = head[7], p.part = head[8], p.split = head[9];
   p.group = head[2], p.kv_heads = head[3], p.total_q = head[4];
   if (rows == 64 && keys == 64) walk<64, 64>(p, programs);
   if (rows == 128 && keys == 64) walk<128, 64>(p, programs);
@@ -79,13 +85,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def keys_of_tile(item: dict[str, int], tile: int, prefix: int, nodes: int, keys: int) -> list[int]:
     """Positions (nodes behind the prefix) that the producer copies for a tile, as `Producer::edge` finds them."""
     if tile < item["full_tiles"]:
-        first = (item["unit"] + tile) * keys
+        first = item["full_key"] + tile * keys
         return list(range(first, first + keys))
     found = []
     for key in range(keys):
         first = item["edge_begin"] + (tile - item["full_tiles"]) * (keys // EDGE_KEYS)
         unit, offset = first + key // EDGE_KEYS, key % EDGE_KEYS
-        word = unit - item["tail_units"]
+        word = unit - item["prefix_units"]
         if unit >= item["edge_end"]:
             continue
         if word >= 0:
@@ -93,21 +99,33 @@ def keys_of_tile(item: dict[str, int], tile: int, prefix: int, nodes: int, keys:
             if node < nodes:
                 found.append(prefix + node)
         else:
-            position = item["full_units"] * keys + unit * EDGE_KEYS + offset
-            if position < prefix:
+            front = unit < item["front_units"]
+            begin = item["first"] if front else item["tail_key"] - item["front_units"] * EDGE_KEYS
+            position = begin + unit * EDGE_KEYS + offset
+            if position < (item["full"] if front else prefix):
                 found.append(position)
     return found
 
 
 FIELDS = (
-    "program", "request", "kv_head", "row_tile", "row0", "row_end", "unit", "end", "full_tiles", "full_units",
-    "tail_units", "edge_begin", "edge_end", "tiles", "whole", "first_row",
+    "program", "request", "kv_head", "row_tile", "row0", "row_end", "unit", "end", "full_tiles", "full_key",
+    "tail_key", "front_units", "prefix_units", "edge_begin", "edge_end", "tiles", "whole", "first", "full", "slot",
+)  # fmt: skip
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"part": "prefix"}, {"part": "tree"}, {"window_left": 40}, {"window_left": 0, "part": "prefix"},
+    {"batch_invariant": True}, {"batch_invariant": True, "window_left": 150},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("tile_rows", "keys"), [(64, 64), (128, 64), (192, 64), (128, 128)])
-def test_every_key_of_every_row_once(program: Path, tile_rows: int, keys: int, seed: int) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_key_of_every_row_once(
+    program: Path, tile_rows: int, keys: int, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 3 * keys)
     rng = random.Random(seed)
     batch, group, kv_heads = rng.choice((1, 2, 5)), rng.choice((1, 4, 8)), rng.choice((1, 2))
     widths = [rng.choice((1, 8, 17, 65)) for _ in range(batch)]
@@ -129,12 +147,14 @@ def test_every_key_of_every_row_once(program: Path, tile_rows: int, keys: int, s
     kv = treeattn.PagedKV(page_size=1, block_table=torch.zeros(batch, 2000, dtype=torch.int32))
     config = KernelConfig(tile_rows, keys, 64, 4, 1, 1, 1, "test")
     step = treeattn.plan(
-        layout, kv, group * kv_heads, kv_heads, 64, dtype=torch.float32, backend="triton", config=config
+        layout, kv, group * kv_heads, kv_heads, 64, dtype=torch.float32, backend="triton", config=config, **options
     )
     assert step.buffers is not None
     numbers = [step.num_programs, batch, group, kv_heads, starts[-1], tile_rows, keys]
+    numbers += [is_ranged(step), PARTS[step.part], split_of(step)]
     numbers += step.buffers.work.flatten().tolist() + step.buffers.spans.flatten()[: 4 * batch].tolist() + starts
-    walked = subprocess.run([program], input=" ".join(map(str, numbers)), capture_output=True, text=True, check=True)
+    given = " ".join(str(int(number)) for number in numbers)
+    walked = subprocess.run([program], input=given, capture_output=True, text=True, check=True)
     items = [dict(zip(FIELDS, map(int, line.split()), strict=True)) for line in walked.stdout.splitlines()]
     seen: Counter[tuple[int, int, int, int]] = Counter()
     rows: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -145,18 +165,24 @@ def test_every_key_of_every_row_once(program: Path, tile_rows: int, keys: int, s
         assert rows.setdefault(tile_of, (item["row0"], item["row_end"])) == (item["row0"], item["row_end"])
         assert item["row_end"] - item["row0"] <= tile_rows
         if not item["whole"]:
-            slots[2 * item["program"] + (item["unit"] == 0)] += 1
+            slots[item["slot"]] += 1
         for tile in range(item["tiles"]):
             here = keys_of_tile(item, tile, prefixes[request], nodes[request], keys)
             assert here, "a tile without keys"
             seen.update((*tile_of, position) for position in here)
     assert all(count == 1 for count in slots.values())
+    assert all(slot < step.buffers.partial_lse.shape[0] for slot in slots)
+    window, part = options.get("window_left", -1), options.get("part", "all")
     want: Counter[tuple[int, int, int, int]] = Counter()
     for request in range(batch):
         covered = sorted(span for (owner, head, _), span in rows.items() if owner == request and head == 0)
         flat = [row for first, last in covered for row in range(first, last)]
-        assert flat == list(range(nodes[request] * group))
+        # the root sees the most: a chain's positions rise
+        first = max(prefixes[request] - window, 0) if window >= 0 else 0
+        begin = prefixes[request] if part == "tree" else first
+        end = prefixes[request] + (nodes[request] if part != "prefix" else 0)
+        assert flat == (list(range(nodes[request] * group)) if begin < end else [])
         for tile in range(len(covered)):
             for head in range(kv_heads):
-                want.update((request, head, tile, position) for position in range(prefixes[request] + nodes[request]))
+                want.update((request, head, tile, position) for position in range(begin, end))
     assert seen == want

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 TARGETS = {"sm_90a": "*_sm90*.cu"}
 """What is compiled, and for which chips; wgmma and setmaxnreg exist for this very chip only."""
-ITEMS, CURSOR_BYTES = 4, 96  # of csrc/ring.cuh and csrc/schedule.cuh
+ITEMS, CURSOR_BYTES = 4, 128  # of csrc/ring.cuh and csrc/schedule.cuh
 ATOM_BYTES = 1024
 SUFFIXES = (".cu", ".cuh", ".h")
 
@@ -61,6 +61,7 @@ class KernelShape(NamedTuple):
     stages: int
     q_steps: int
     blocks: int
+    options: int
 
     @property
     def shared_bytes(self) -> int:

@@ -13,6 +13,10 @@ ARCH = 90
 HEAD_DIMS = (64, 128)
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 KEYS = 64
+WINDOW, CAP = 1, 2
+"""Options that have kernels of their own, as bits (``OPTION_*`` of csrc/ring.cuh)."""
+SUFFIXES = {0: "", WINDOW: "_window", WINDOW + CAP: "_capped"}
+"""Of the names of kernels and source files, by their options."""
 
 
 class Variant(NamedTuple):
@@ -26,17 +30,26 @@ class Variant(NamedTuple):
         Warpgroups of 64 packed rows.
     keys : int
         Keys of a KV tile.
+    options : int
+        Sum of `WINDOW` and `CAP`: the kernels with a cap take a window too.
     """
 
     dtype: str
     head_dim: int
     consumers: int
     keys: int
+    options: int = 0
 
     @property
     def name(self) -> str:
         """Of the kernel's function."""
-        return f"attention_sm90_{self.dtype}_d{self.head_dim}_c{self.consumers}_n{self.keys}"
+        shape = f"{self.dtype}_d{self.head_dim}_c{self.consumers}_n{self.keys}"
+        return f"attention_sm90_{shape}{SUFFIXES[self.options]}"
+
+    @property
+    def source(self) -> str:
+        """The file of ``csrc`` that has it."""
+        return f"attention_sm90_d{self.head_dim}{SUFFIXES[self.options]}.cu"
 
 
 def consumers_for(rows: int) -> int:
@@ -65,6 +78,7 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
     return KernelConfig(64 * consumers, KEYS, geometry.head_dim, 4 * (consumers + 1), 6, blocks, 2, reason)
 
 
-def variant_of(geometry: Geometry, config: KernelConfig) -> Variant:
-    """The kernel that a configuration stands for."""
-    return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, config.block_m // 64, config.block_n)
+def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -> Variant:
+    """The kernel that a configuration stands for, for calls with a soft cap or without."""
+    options = WINDOW + CAP if capped else WINDOW if geometry.window_left >= 0 else 0
+    return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, config.block_m // 64, config.block_n, options)

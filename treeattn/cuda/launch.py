@@ -1,6 +1,6 @@
 """Launching the Hopper kernels in place of Triton's ``attention_kernel``; plan and merge are the Triton kernels'.
 
-A call costs one driver call: the params struct is kept, and only addresses and the scale are written anew.
+A call costs one driver call: the params struct is kept, and only addresses, scale and cap are written anew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..driver import (
     encode_tensor_map,
     make_current,
 )
-from ..kernels.launch import LOG2_E, LayerLaunch, finish_leading
+from ..kernels.launch import LOG2_E, PARTS, LayerLaunch, finish_leading, is_ranged, split_of, window_of
 from ..plan import Step
 from ..scoring import Scoring
 from .binary import Binary, asked_macros, load_first
@@ -42,9 +42,12 @@ MAX_STRIDE = 2**40
 """What a tensor map's strides, in bytes, must stay below."""
 MOST_MAPS = 1024
 """Pairs of caches whose tensor maps a launch keeps: more than a model has layers."""
-ADDRESSES, ADDRESSES_AT = struct.Struct("=7Q"), AttentionParams.q.offset
-SCALE, SCALE_AT = struct.Struct("=fI"), AttentionParams.scale.offset
-"""How, and where in the params struct, a call's addresses and scale are written."""
+ADDRESSES, ADDRESSES_AT = struct.Struct("=8Q"), AttentionParams.q.offset
+SCALES, SCALES_AT = struct.Struct("=fIff"), AttentionParams.scale.offset
+"""How, and where in the params struct, a call's addresses, scale and cap are written."""
+SINKS_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+LARGEST = 3e38
+"""Of a float32, and less than inf: 0 times it is 0."""
 
 
 @cache
@@ -63,10 +66,10 @@ def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> F
     if capturing:
         raise RuntimeError(
             f"the CUDA kernel {variant.name} is not loaded on device {device_index} yet, and a graph capture cannot "
-            "load it: plan such a step, make StaticBuffers with this group, or run such a call, before the capture"
+            "load it: plan such a step, make StaticBuffers with this group, or run such a call (a soft cap has a "
+            "kernel of its own), before the capture"
         )
-    source = f"attention_sm90_d{variant.head_dim}.cu"
-    shape = kernels_in(source).get(variant.name)
+    shape = kernels_in(variant.source).get(variant.name)
     if shape is None:
         raise NotImplementedError(f"backend 'cuda' has no kernel {variant.name}; backend='triton' takes any tile")
 
@@ -75,7 +78,7 @@ def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> F
         with torch.cuda.device(device_index):
             return module.function(variant.name, shape.shared_bytes)
 
-    return load_first(source, macros, function_of)
+    return load_first(variant.source, macros, function_of)
 
 
 def index_of(device: torch.device) -> int:
@@ -83,14 +86,15 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def prepare(step: Step) -> Function:
-    """Load the kernel of a step, once; see :func:`load`."""
+def prepare(step: Step, capped: bool = False) -> Function:
+    """Load the kernel of a step, for calls with a soft cap or without, once; see :func:`load`."""
     if step.config is None:
         raise ValueError("a step of the cuda backend has a configuration")
-    function: Function | None = step.launches.get("cuda")
+    key = "cuda-capped" if capped else "cuda"
+    function: Function | None = step.launches.get(key)
     if function is None:
-        function = load(variant_of(step, step.config), index_of(step.layout.device), asked_macros())
-        step.launches["cuda"] = function
+        function = load(variant_of(step, step.config, capped), index_of(step.layout.device), asked_macros())
+        step.launches[key] = function
     return function
 
 
@@ -115,6 +119,7 @@ def params_of(
     v_tree: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    scoring: Scoring,
     cache_strides: tuple[int, ...],
 ) -> AttentionParams:
     """What of the params struct stays from call to call; the tensors are read for their shapes and strides."""
@@ -122,6 +127,7 @@ def params_of(
     if buffers is None:
         raise ValueError("a step of the cuda backend has buffers")
     magic, shift = division(kv.page_size)
+    windowed = step.window_left >= 0
     params = AttentionParams(
         partial_out=buffers.partial_out.data_ptr(),
         partial_lse=buffers.partial_lse.data_ptr(),
@@ -132,6 +138,8 @@ def params_of(
         kv_indptr=_address(kv.kv_indptr),
         table=kv.table.data_ptr(),
         tree_slots=_address(kv.tree_slots),
+        prefix_lens=layout.prefix_lens.data_ptr() if windowed else 0,
+        positions=layout.positions.data_ptr() if windowed else 0,
         stride_table_request=kv.table.stride(0),
         total_q=q.shape[0],
         num_words=2 * layout.num_words,
@@ -143,6 +151,12 @@ def params_of(
         wide_table=kv.table.dtype == torch.int64,
         wide_indptr=kv.kv_indptr is not None and kv.kv_indptr.dtype == torch.int64,
         wide_slots=kv.tree_slots is not None and kv.tree_slots.dtype == torch.int64,
+        window_left=window_of(step),
+        ranged=is_ranged(step),
+        part=PARTS[step.part],
+        split=split_of(step),
+        sinks_type=0 if scoring.sinks is None else SINKS_TYPES[scoring.sinks.dtype],
+        sinks_in_lse=scoring.sinks_in_lse,
     )
     names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
     for name, stride in zip(names, cache_strides, strict=True):
@@ -197,13 +211,26 @@ class CacheMaps:
 
 
 def fill(
-    params: memoryview, maps: bytes, q: int, k: int, v: int, k_tree: int, v_tree: int, out: int, lse: int, scale: float
+    params: memoryview,
+    maps: bytes,
+    q: int,
+    k: int,
+    v: int,
+    k_tree: int,
+    v_tree: int,
+    out: int,
+    lse: int,
+    sinks: int,
+    scale: float,
+    cap: float,
 ) -> None:
-    """Write the maps, the addresses (0 for what there is not) and the scale (times log2(e)) of a call."""
+    """Write the maps, the addresses (0 for what there is not), the scale (times log2(e)) and the cap of a call."""
     params[: len(maps)] = maps
-    ADDRESSES.pack_into(params, ADDRESSES_AT, q, k, v, k_tree, v_tree, out, lse)
+    ADDRESSES.pack_into(params, ADDRESSES_AT, q, k, v, k_tree, v_tree, out, lse, sinks)
     # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
-    SCALE.pack_into(params, SCALE_AT, max(abs(scale), 1e-30), Q_SIGNS if scale < 0 else 0)
+    size, sign = max(abs(scale), 1e-30), Q_SIGNS if scale < 0 else 0
+    cap_in = min(size / (cap * LOG2_E), LARGEST) if cap else 0.0
+    SCALES.pack_into(params, SCALES_AT, size, sign, cap_in, cap * LOG2_E)
 
 
 class Block:
@@ -244,33 +271,46 @@ class AttentionLaunch:
         v_tree: Tensor | None,
         out: Tensor,
         lse: Tensor | None,
+        scoring: Scoring,
         cache_strides: tuple[int, ...],
     ) -> None:
         if step.config is None:
             raise ValueError("a step of the cuda backend has a configuration")
         self.device_index = index_of(step.layout.device)
-        self.function = prepare(step)
+        self.function = prepare(step, scoring.logits_soft_cap > 0)
         self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
         self.maps = CacheMaps(step, cache_strides)
-        self.template = params_of(step, q, k_tree, v_tree, out, lse, cache_strides)
+        self.template = params_of(step, q, k_tree, v_tree, out, lse, scoring, cache_strides)
         self.template.page_rows = self.maps.rows
         self.grid, self.threads = step.num_programs, 32 * step.config.num_warps
         self.free: list[Block] = []
 
     def __call__(
-        self, num_pages: int, q: int, k: int, v: int, k_tree: int, v_tree: int, out: int, lse: int, scale: float
+        self,
+        num_pages: int,
+        q: int,
+        k: int,
+        v: int,
+        k_tree: int,
+        v_tree: int,
+        out: int,
+        lse: int,
+        sinks: int,
+        scale: float,
+        cap: float,
     ) -> None:
         """Launch on its device's current stream, with addresses."""
         # torch.cuda.current_device() is the same behind a check that CUDA is initialised, and 0.5 µs
         if torch._C._cuda_getDevice() != self.device_index:
             with torch.cuda.device(self.device_index):
-                self(num_pages, q, k, v, k_tree, v_tree, out, lse, scale)
+                self(num_pages, q, k, v, k_tree, v_tree, out, lse, sinks, scale, cap)
             return
         try:
             block = self.free.pop()
         except IndexError:
             block = Block(self.template, self.function, self.grid, self.threads)
-        fill(block.params, self.maps.of(k, v, num_pages), q, k, v, k_tree, v_tree, out, lse, scale)
+        maps = self.maps.of(k, v, num_pages)
+        fill(block.params, maps, q, k, v, k_tree, v_tree, out, lse, sinks, scale, cap)
         block.config.stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         code = block.launch()
         if code:
@@ -302,7 +342,7 @@ class CudaLayerLaunch(LayerLaunch):
         zero_tail: bool,
     ) -> None:
         super().__init__(step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail)
-        self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, cache_strides)
+        self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, scoring, cache_strides)
 
     def __call__(
         self,
@@ -317,13 +357,13 @@ class CudaLayerLaunch(LayerLaunch):
     ) -> None:
         """Attention of one layer, then its merge, on the current stream."""
         scale = scoring.sm_scale * LOG2_E
-        out_at, lse_at = out.data_ptr(), _address(lse)
+        out_at, lse_at, sinks_at = out.data_ptr(), _address(lse), _address(scoring.sinks)
         self.attention(
             k_cache.shape[0], q.data_ptr(), k_cache.data_ptr(), _address(v_cache), _address(k_tree), _address(v_tree),
-            out_at, lse_at, scale,
+            out_at, lse_at, sinks_at, scale, scoring.logits_soft_cap,
         )  # fmt: skip
         if self.finish.compiled is None:
             leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
             self.finish.first(*finish_leading(leading))
         else:
-            self.finish(out_at, lse_at, _address(scoring.sinks))
+            self.finish(out_at, lse_at, sinks_at)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 
 POINTERS = (
-    "q", "k", "v", "k_tree", "v_tree", "out", "lse", "partial_out", "partial_lse", "work", "spans", "qo_indptr",
-    "mask_words", "kv_indptr", "table", "tree_slots",
+    "q", "k", "v", "k_tree", "v_tree", "out", "lse", "sinks", "partial_out", "partial_lse", "work", "spans",
+    "qo_indptr", "mask_words", "kv_indptr", "table", "tree_slots", "prefix_lens", "positions",
 )  # fmt: skip
 STRIDES = (
     "table_request", "q_row", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head", "k_tree_row",
@@ -15,6 +15,8 @@ STRIDES = (
 NUMBERS = (
     ("scale", ctypes.c_float),
     ("q_sign", ctypes.c_uint32),
+    ("cap_in", ctypes.c_float),
+    ("cap_out", ctypes.c_float),
     ("total_q", ctypes.c_int32),
     ("num_words", ctypes.c_int32),
     ("group", ctypes.c_int32),
@@ -25,6 +27,12 @@ NUMBERS = (
     ("wide_table", ctypes.c_int32),
     ("wide_indptr", ctypes.c_int32),
     ("wide_slots", ctypes.c_int32),
+    ("window_left", ctypes.c_int32),
+    ("ranged", ctypes.c_int32),
+    ("part", ctypes.c_int32),
+    ("split", ctypes.c_int32),
+    ("sinks_type", ctypes.c_int32),
+    ("sinks_in_lse", ctypes.c_int32),
     ("page_rows", ctypes.c_int32),
 )
 ALIGNMENT = 64
