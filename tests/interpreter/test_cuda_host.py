@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import fcntl
 import itertools
+import os
 import random
 import shutil
 import subprocess
@@ -41,20 +43,30 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
 BUILDS = ["", "-DTREEATTN_CANARY=1"]
 
 
+def built(folder: Path, macro: str) -> Path:
+    """The kernels as a library of the host, built once for all workers that share `folder`."""
+    made = folder / f"kernels{macro}.so"
+    with open(folder / "cuda_host.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            sources = folder / f"cuda_host{macro}"
+            sources.mkdir()
+            for path in (*source_dir().iterdir(), *HOST.iterdir()):
+                shutil.copy(path, sources)
+            names = [name for source in source_dir().glob("*.cu") for name in kernels_in(source.name)]
+            listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
+            subprocess.run(
+                [str(GXX), "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
+                 *filter(None, [macro]), "-o", str(made), str(sources / "kernels.cpp")], check=True,
+            )  # fmt: skip
+    return made
+
+
 @pytest.fixture(scope="module", params=BUILDS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("cuda_host")
-    for path in source_dir().iterdir():
-        shutil.copy(path, folder)
-    for path in HOST.iterdir():
-        shutil.copy(path, folder)
-    names = [name for source in source_dir().glob("*.cu") for name in kernels_in(source.name)]
-    listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
-    subprocess.run(
-        [str(GXX), "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
-         *filter(None, [request.param]), "-o", str(folder / "kernels.so"), str(folder / "kernels.cpp")], check=True,
-    )  # fmt: skip
-    loaded = ctypes.CDLL(str(folder / "kernels.so"))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    loaded = ctypes.CDLL(str(built(shared, request.param)))
     loaded.run_kernel.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     loaded.run_kernel.restype = ctypes.c_bool
     return loaded
