@@ -89,7 +89,7 @@ struct Consumer {
         }
       }
       fence_async_proxy();  // for what was copied, too
-      if (p.q_sign != 0) warpgroup_sync(5 + group);
+      if (p.q_sign != 0) threads_sync<128>(5 + group);
     }
   }
 

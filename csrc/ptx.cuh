@@ -239,12 +239,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The 128 threads of a warpgroup wait for each other, at named barrier `id`.
-__device__ __forceinline__ void warpgroup_sync(int id) {
-  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
-}
-
-// So many threads wait for each other.
+// So many threads wait for each other at named barrier `id`.
 template <int THREADS>
 __device__ __forceinline__ void threads_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");

@@ -14,7 +14,6 @@ INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-NUM_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 LOCAL_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 FLOAT16, BFLOAT16 = 6, 9  # CU_TENSOR_MAP_DATA_TYPE_*
 NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_256B, FILL_ZERO = 0, 3, 3, 0  # CU_TENSOR_MAP_*
@@ -153,7 +152,7 @@ class Function:
         check(f"the carveout of {name}", driver().cuFuncSetAttribute(self.handle, SHARED_CARVEOUT, 100))
 
     def attribute(self, which: int) -> int:
-        """Such as `NUM_REGISTERS`."""
+        """Such as `LOCAL_BYTES`."""
         value = ctypes.c_int()
         check("cuFuncGetAttribute", driver().cuFuncGetAttribute(ctypes.byref(value), which, self.handle))
         return value.value

@@ -403,7 +403,6 @@ inline void threads_sync(int id) {
   else
     at.whole.meet(running % 128, 0, 9);
 }
-inline void warpgroup_sync(int id) { threads_sync<128>(id); }
 template <int COUNT>
 inline void pin(float (&)[COUNT]) {}
 

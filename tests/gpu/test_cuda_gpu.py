@@ -15,6 +15,10 @@ from option_bodies import (
 from settings_of_tests import Setting
 
 import treeattn
+from treeattn.cuda.build import kernels_in, source_dir
+from treeattn.cuda.config import Variant
+from treeattn.cuda.launch import load
+from treeattn.driver import LOCAL_BYTES
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
 
 REASON = treeattn.available_backends("cuda")["cuda"]
@@ -67,6 +71,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "negative-scale": {"q_lens": [17], "prefixes": [500], "heads": (8, 2), "page_size": 64, "sm_scale": -0.11},
     "negative-scale-c3": {"q_lens": [17], "prefixes": [500], "heads": (8, 1), "page_size": 64, "sm_scale": -0.11},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [path.name for path in sorted(source_dir().glob("*.cu"))])
+def test_as_many_blocks_fit_as_the_plan_counts_on(source: str) -> None:
+    """And no thread has local memory, as the driver says of the kernels that it has loaded."""
+    for name, shape in kernels_in(source).items():
+        variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys, shape.options)
+        function = load(variant, torch.cuda.current_device())
+        assert function.attribute(LOCAL_BYTES) == 0, name
+        assert function.blocks_per_sm(128 * (shape.consumers + 1)) == shape.blocks, name
 
 
 @pytest.fixture
