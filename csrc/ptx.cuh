@@ -131,6 +131,13 @@ __device__ __forceinline__ void load_blocks(u32* to, u32 row) {
                : "memory");
 }
 
+// The other way: four 8 x 8 blocks to shared memory.
+__device__ __forceinline__ void store_blocks(u32 row, const u32 (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]), "r"(from[1]),
+               "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+
 // 16 bytes to global memory.
 __device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
@@ -307,6 +314,18 @@ struct Product;
           : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24), TREEATTN_F8(d, 32),      \
             TREEATTN_F8(d, 40), TREEATTN_F8(d, 48), TREEATTN_F8(d, 56)                                             \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));                     \
+    }                                                                                                              \
+    static __device__ __forceinline__ void run_shared(float (&d)[64], u64 a, u64 b, int accumulate) {              \
+      asm volatile(                                                                                                \
+          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"                                                       \
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME                                             \
+          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+          "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "   \
+          "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "   \
+          "%62, %63}, %64, %65, p, 1, 1, 0, %67;\n\t}"                                                             \
+          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24), TREEATTN_F8(d, 32),      \
+            TREEATTN_F8(d, 40), TREEATTN_F8(d, 48), TREEATTN_F8(d, 56)                                             \
+          : "l"(a), "l"(b), "r"(accumulate), "n"(ACROSS));                                                         \
     }                                                                                                              \
   };
 

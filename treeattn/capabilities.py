@@ -119,6 +119,8 @@ class Capabilities:
         The head dims that it covers, where these are a few; None for all up to `max_head_dim`.
     max_shared_dims : tuple of int or None
         Largest head_dim and head_dim_v with ``shared_kv``, where they differ from `max_head_dim`.
+    shared_dims : tuple of int or None
+        head_dim and head_dim_v with ``shared_kv``, where it covers one pair.
     options : frozenset of str
         Keys of :data:`OPTIONS`.
     not_together : tuple of (str, str)
@@ -134,6 +136,7 @@ class Capabilities:
     max_head_dim: int | None = None
     head_dims: tuple[int, ...] | None = None
     max_shared_dims: tuple[int, int] | None = None
+    shared_dims: tuple[int, int] | None = None
     options: frozenset[str] = frozenset(OPTIONS)
     not_together: tuple[tuple[str, str], ...] = ()
     lacks_on: dict[tuple[str, torch.dtype], str] = field(default_factory=dict)
@@ -170,9 +173,11 @@ CAPABILITIES: dict[str, Capabilities] = {
         devices={"cuda": "NVIDIA GPU of compute capability 9.0 (Hopper)"},
         dtypes=(torch.float16, torch.bfloat16),
         head_dims=(64, 128),
+        shared_dims=(576, 512),
         options=frozenset(
-            {"fresh_tree", "window", "windowed_cache", "part", "soft_cap", "sinks", "batch_invariant"}
+            {"fresh_tree", "shared_kv", "window", "windowed_cache", "part", "soft_cap", "sinks", "batch_invariant"}
         ),
+        not_together=(("shared_kv", "window"), ("shared_kv", "soft_cap")),
         numbers="accumulates in float32",
         purpose="serving, on request",
     ),
@@ -200,6 +205,10 @@ def missing(backend: str, device_type: str, asked: Asked) -> str | None:
 
 
 def _too_wide(covers: Capabilities, geometry: Geometry) -> str | None:
+    if geometry.shared_kv and covers.shared_dims is not None:
+        dims = (geometry.head_dim, geometry.head_dim_v)
+        wanted = "with shared_kv it covers head_dim {} and head_dim_v {}, got {} and {}"
+        return None if dims == covers.shared_dims else wanted.format(*covers.shared_dims, *dims)
     if covers.head_dims is not None and geometry.head_dim not in covers.head_dims:
         return f"it covers head_dim {_either(covers.head_dims)}, got {geometry.head_dim}"
     most = (covers.max_head_dim, covers.max_head_dim)
@@ -254,7 +263,8 @@ def _either(numbers: tuple[int, ...]) -> str:
 
 def _dims(covers: Capabilities) -> str:
     if covers.head_dims is not None:
-        return _either(covers.head_dims)
+        mla = "" if covers.shared_dims is None else "; MLA {} and {}".format(*covers.shared_dims)
+        return _either(covers.head_dims) + mla
     if covers.max_head_dim is None:
         return "any"
     text = f"1 to {covers.max_head_dim}"

@@ -10,6 +10,7 @@ int block_threads;
 #include "attention_sm90_d64.cu"
 #include "attention_sm90_d64_capped.cu"
 #include "attention_sm90_d64_window.cu"
+#include "mla_sm90.cu"
 
 static treeattn::AttentionParams call;
 static void (*chosen)(const treeattn::AttentionParams);

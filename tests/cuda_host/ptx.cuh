@@ -266,6 +266,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
   while (barrier_at(barrier).completed % 2 == parity) yield();
   fibers[running].waits_at = 0;
 }
+inline bool barrier_passed(u32 barrier, u32 parity) { return barrier_at(barrier).completed % 2 != parity; }
 // At a standstill: where the first lane of each warp waits, and what is missing there.
 inline void tell(int threads) {
   for (int i = 0; i < threads; i += 32) {
@@ -324,6 +325,13 @@ inline void load_blocks(u32* to, u32 row) {
   const u64* rows = warp_meets(row, 7);
   for (int block = 0; block < 4; ++block)
     std::memcpy(to + block, shared_bytes + rows[block * 8 + running % 32 / 4] + running % 4 * 4, 4);
+}
+inline void store_blocks(u32 row, const u32 (&from)[4]) {
+  u32 rows[32];
+  const u64* all = warp_meets(row, 8);
+  for (int i = 0; i < 32; ++i) rows[i] = static_cast<u32>(all[i]);
+  for (int block = 0; block < 4; ++block)
+    std::memcpy(shared_bytes + rows[block * 8 + running % 32 / 4] + running % 4 * 4, from + block, 4);
 }
 inline void store_four(float* to, float a, float b, float c, float d) {
   to[0] = a;

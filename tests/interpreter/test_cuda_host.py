@@ -267,3 +267,36 @@ def test_sinks_of_any_type(dtype: torch.dtype) -> None:
     given = dataclasses.replace(case, sinks=case.sinks.to(dtype))
     verdict = check_case(given, "triton")
     assert verdict.ok, verdict.message
+
+
+def latent(q_lens: list[int], prefixes: list[int], heads: int, options: Options | None = None, **shape: Any) -> Case:
+    """A case of MLA."""
+    options = dataclasses.replace(options or Options(), shared_kv=True, head_dim_v=512)
+    return shaped(q_lens, prefixes, (heads, 1), 576, options=options, **shape)
+
+
+MLA_SHAPES: dict[str, dict[str, Any]] = {
+    "lone-root": {"q_lens": [1], "prefixes": [0], "heads": 8, "page_size": 64},
+    "one-full-tile": {"q_lens": [8], "prefixes": [64], "heads": 8, "page_size": 64},
+    "tiles": {"q_lens": [8], "prefixes": [1000], "heads": 8, "page_size": 64},
+    "three-row-tiles": {"q_lens": [17], "prefixes": [333], "heads": 8, "page_size": 16, "table": "block"},
+    "16-heads": {"q_lens": [9], "prefixes": [200], "heads": 16, "page_size": 64},
+    "64-heads": {"q_lens": [3], "prefixes": [130], "heads": 64, "page_size": 128, "kv_layout": "HND"},
+    "rows": {"q_lens": [5, 2], "prefixes": [333, 64], "heads": 8, "page_size": 1},
+    "rows-of-12": {"q_lens": [5], "prefixes": [200], "heads": 8, "page_size": 12, "table": "block"},
+    "slots": {"q_lens": [17, 3], "prefixes": [130, 1], "heads": 8, "tree_kv": "slots", "page_size": 48},
+    "fresh": {"q_lens": [17], "prefixes": [100], "heads": 8, "tree_kv": "fresh", "page_size": 64},
+    "ragged": {"q_lens": [1, 8, 20, 3], "prefixes": [0, 63, 150, 5], "heads": 8, "page_size": 16, "table": "block"},
+    "many-short": {"q_lens": [3] * 12, "prefixes": [5, 10, 0, 20, 200, 3, 7, 130, 1, 2, 0, 70], "heads": 8,
+                   "page_size": 16, "table": "block"},
+    "more-edge-tiles-than-places": {"q_lens": [150, 3], "prefixes": [75, 130], "heads": 1, "page_size": 16},
+    "padded": {"q_lens": [17, 17, 17], "prefixes": [65, 0, 300], "heads": 8, "nodes": [17, 1, 9], "page_size": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MLA_SHAPES)
+@pytest.mark.usefixtures("on_host")
+def test_mla_shapes(name: str) -> None:
+    case = latent(**MLA_SHAPES[name])
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"

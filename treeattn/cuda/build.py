@@ -73,6 +73,30 @@ class KernelShape(NamedTuple):
         return -(-(ring + q + rest) // ATOM_BYTES) * ATOM_BYTES
 
 
+class MlaShape(NamedTuple):
+    """The arguments of a ``TREEATTN_MLA`` line of a source file, but for the name."""
+
+    dtype: str
+    q_steps: int
+    latents: int
+    ropes: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor."""
+        return 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``MlaShared::Layout`` (csrc/mla_ring.cuh), which a compile test compares with the compiler's."""
+        kept = 9 - self.q_steps // 4
+        panels = 2 * self.latents + self.ropes + kept + 2
+        handed = 2 * (64 + 64 + 4) * 4
+        barriers = 2 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
+        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
+        return -(-(panels * 64 * 128 + rest) // ATOM_BYTES) * ATOM_BYTES
+
+
 class BuildError(RuntimeError):
     """The kernels could not be built; the message says what is missing, or holds the compiler's words."""
 
@@ -86,13 +110,14 @@ def source_dir() -> Path:
     raise BuildError(f"the CUDA sources are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}")
 
 
-def kernels_in(source_name: str) -> dict[str, KernelShape]:
+def kernels_in(source_name: str) -> dict[str, KernelShape | MlaShape]:
     """The kernels of a source file by name."""
     text = (source_dir() / source_name).read_text()
-    found = {}
-    for line in re.findall(r"^TREEATTN_ATTENTION\(([^)]*)\)", text, re.MULTILINE):
+    found: dict[str, KernelShape | MlaShape] = {}
+    for macro, line in re.findall(r"^TREEATTN_(ATTENTION|MLA)\(([^)]*)\)", text, re.MULTILINE):
         name, dtype, *numbers = re.split(r",\s*", line)
-        found[name] = KernelShape(dtype, *map(int, numbers))
+        made = KernelShape if macro == "ATTENTION" else MlaShape
+        found[name] = made(dtype, *map(int, numbers))
     return found
 
 

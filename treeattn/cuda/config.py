@@ -11,6 +11,9 @@ from ..geometry import Geometry
 
 ARCH = 90
 HEAD_DIMS = (64, 128)
+MLA_DIMS = (576, 512)
+"""Of latent rows: of K, and of V in it."""
+MLA_WARPS = 16
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 KEYS = 64
 WINDOW, CAP = 1, 2
@@ -43,13 +46,20 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         """Of the kernel's function."""
+        if self.is_mla:
+            return f"mla_sm90_{self.dtype}"
         shape = f"{self.dtype}_d{self.head_dim}_c{self.consumers}_n{self.keys}"
         return f"attention_sm90_{shape}{SUFFIXES[self.options]}"
 
     @property
     def source(self) -> str:
         """The file of ``csrc`` that has it."""
-        return f"attention_sm90_d{self.head_dim}{SUFFIXES[self.options]}.cu"
+        return "mla_sm90.cu" if self.is_mla else f"attention_sm90_d{self.head_dim}{SUFFIXES[self.options]}.cu"
+
+    @property
+    def is_mla(self) -> bool:
+        """V is a part of K."""
+        return self.head_dim == MLA_DIMS[0]
 
 
 def consumers_for(rows: int) -> int:
@@ -68,6 +78,8 @@ def consumers_for(rows: int) -> int:
 
 def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
     """Tiles of a group of layers, in the terms of the plan."""
+    if geometry.shared_kv:
+        return KernelConfig(64, KEYS, geometry.head_dim, MLA_WARPS, 2, 1, 2, "64 rows: their sums are half the registers")
     consumers = consumers_for(geometry.group * max_q_len)
     blocks = 2 if consumers == 1 else 1
     reason = {
@@ -80,5 +92,7 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
 
 def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -> Variant:
     """The kernel that a configuration stands for, for calls with a soft cap or without."""
+    if geometry.shared_kv:
+        return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, 1, config.block_n)
     options = WINDOW + CAP if capped else WINDOW if geometry.window_left >= 0 else 0
     return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, config.block_m // 64, config.block_n, options)

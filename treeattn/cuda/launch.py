@@ -198,7 +198,9 @@ class CacheMaps:
             if len(self.made) >= MOST_MAPS:
                 self.made.clear()
             pair = ((k, self.strides[:3]), (v, self.strides[3:]))
-            maps = b"".join(self._encode(address, max(num_pages, 1), strides) for address, strides in pair)
+            # without V, which is a part of K then, there is one
+            made = (self._encode(address, max(num_pages, 1), strides) for address, strides in pair if address)
+            maps = b"".join(made)
             self.made[k, v, num_pages] = maps
         return maps
 

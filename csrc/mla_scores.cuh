@@ -1,0 +1,324 @@
+// The warpgroup of an MLA block that computes scores and weights: 64 packed query rows against the keys in the rings.
+//
+// Q of the item is in its registers, but for the last panels: a product that takes both operands from shared memory reads
+// 4 KB in 32 clocks, which is all that there is. Bases of weights are as in consumer.cuh.
+//
+// Weights of a tile go to shared memory. They are announced to the two output warpgroups when most of the next tile's
+// products are done (or would have to wait for their keys): so the next softmax runs under products with V, not the
+// other way round.
+
+#pragma once
+
+#include "mla_ring.cuh"
+
+namespace treeattn {
+
+template <class T, int Q_STEPS, int LATENTS, int ROPES>
+struct MlaScores {
+  using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
+  static constexpr u32 IN_REGISTERS = Q_STEPS / 4;  // panels of Q
+  static constexpr int WORDS = MLA_KEYS / EDGE_KEYS;  // mask words of a row and tile
+  static constexpr float LN2 = 0.6931471805599453f;
+  static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
+  static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
+
+  const AttentionParams& p;
+  Memory& memory;
+  const int warp, lane;
+  Place<LATENTS> latent;  // of the next tile
+  Place<ROPES> rope;
+  u32 turn = 0;        // tiles so far: the phase of the weights' barriers
+  bool idle = false;   // none of this warp's 16 rows is there: it only takes part in the products
+  float base[2];  // of the weights of this thread's two rows, base 2
+  float sum[2];   // of the weights, this thread's columns only
+  float decay[2];  // by this tile
+
+  __device__ __forceinline__ MlaScores(const AttentionParams& params, Memory& shared, int warp_index, int lane_index)
+      : p(params), memory(shared), warp(warp_index), lane(lane_index) {}
+
+  // A thread's rows in the row tile.
+  __device__ __forceinline__ i32 local(int half) const { return warp * 16 + lane / 4 + 8 * half; }
+
+  __device__ __forceinline__ void release(u64& empty) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&empty));
+  }
+
+  // 4 x 4 blocks of a panel's step of 16 columns: the row that this lane names of 8 x 8 blocks (`load_blocks`).
+  __device__ __forceinline__ u32 block_row(u32 panel, u32 step) const {
+    return panel + (warp * 16 + lane % 16) * 128 + ((step * 2 + lane / 16 ^ lane % 8) << 4);
+  }
+
+  // A panel of Q to registers.
+  __device__ __forceinline__ void take(u32* q, u32 panel) const {
+#pragma unroll
+    for (u32 step = 0; step < 4; ++step) {
+      load_blocks(q + 4 * step, block_row(panel, step));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q[4 * step + i] ^= p.q_sign;
+    }
+  }
+
+  // A panel of Q to where it is kept: this warp's rows.
+  __device__ __forceinline__ void keep(u32 to, u32 panel) const {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 at = warp * 16 * 128 + (i * 32 + lane) * 16;
+      u32 part[4];
+      load_shared_16(part, panel + at);
+      store_shared_16(to + at, part[0] ^ p.q_sign, part[1] ^ p.q_sign, part[2] ^ p.q_sign, part[3] ^ p.q_sign);
+    }
+  }
+
+  __device__ __forceinline__ u32 kept(u32 panel) const { return shared_address(memory.q[panel - IN_REGISTERS]); }
+
+  // Q of the item, which comes through the rings as a tile does.
+  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS]) {
+    threads_sync<128>(1);  // products of the item before are done in all warps: what is kept may go
+    barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
+    keep(kept(MLA_PANELS - 1), shared_address(memory.ropes[rope.stage()]));
+    release(memory.rope_empty[rope.stage()]);
+    rope = rope.next();
+#pragma unroll
+    for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
+      barrier_wait(shared_address(&memory.latent_full[latent.stage()]), latent.phase());
+      const u32 from = shared_address(memory.latents[latent.stage()]);
+#pragma unroll
+      for (u32 panel = 2 * quarter; panel < 2 * quarter + 2; ++panel) {
+        if (panel < IN_REGISTERS)
+          take(q + 16 * panel, from + panel % 2 * MLA_PANEL_BYTES);
+        else
+          keep(kept(panel), from + panel % 2 * MLA_PANEL_BYTES);
+      }
+      release(memory.latent_empty[latent.stage()]);
+      latent = latent.next();
+    }
+    fence_async_proxy();
+    threads_sync<128>(1);
+  }
+
+  // scores += 64 dims of Q K^T: panel number `panel` of Q, the rope part being the last.
+  __device__ __forceinline__ void multiply_panel(float (&scores)[MLA_KEYS / 2], const u32 (&q)[4 * Q_STEPS], u32 panel,
+                                                 u32 keys) const {
+    const u64 k = operand(keys, 16, ATOM_BYTES);
+#pragma unroll
+    for (u32 step = 0; step < 4; ++step) {
+      if (panel < IN_REGISTERS)
+        Product<T, MLA_KEYS, 0>::run(scores, q + 16 * panel + 4 * step, k + 2 * step, 1);
+      else
+        Product<T, MLA_KEYS, 0>::run_shared(scores, operand(kept(panel), 16, ATOM_BYTES) + 2 * step, k + 2 * step,
+                                            panel < MLA_PANELS - 1 || step > 0);
+    }
+  }
+
+  // Scores of the next tile. `held`: there are weights that wait to be announced.
+  __device__ __forceinline__ void multiply_k(float (&scores)[MLA_KEYS / 2], const u32 (&q)[4 * Q_STEPS], bool threads_copied,
+                                             bool held) {
+    if (held) {
+      // by lane 0: nothing is gained by holding them back while keys are still on their way
+      Place<LATENTS> last = latent;
+      last.skip(QUARTERS - 1);
+      if (lane == 0 && !barrier_passed(shared_address(&memory.latent_full[last.stage()]), last.phase())) {
+        announce();
+        held = false;
+      }
+      __syncwarp();
+    }
+    barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
+    if (threads_copied) fence_async_proxy();
+    pin(scores);
+    wgmma_fence();
+    multiply_panel(scores, q, MLA_PANELS - 1, shared_address(memory.ropes[rope.stage()]));
+#pragma unroll
+    for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
+      barrier_wait(shared_address(&memory.latent_full[latent.stage()]), latent.phase());
+      if (threads_copied) fence_async_proxy();
+      wgmma_fence();
+      const u32 keys = shared_address(memory.latents[latent.stage()]);
+      multiply_panel(scores, q, 2 * quarter, keys);
+      multiply_panel(scores, q, 2 * quarter + 1, keys + MLA_PANEL_BYTES);
+      latent = latent.next();
+      if (quarter >= QUARTERS - 2) wgmma_commit();
+    }
+    wgmma_wait<1>();
+    if (held) announce();
+    wgmma_wait<0>();
+    pin(scores);
+    release(memory.rope_empty[rope.stage()]);
+    rope = rope.next();
+  }
+
+  // The weights of the tile before may be read.
+  __device__ __forceinline__ void announce() const {
+    if (lane == 0) barrier_arrive(shared_address(&memory.weights_full[turn % 2 ^ 1]));
+  }
+
+  // Mask words of this thread's rows for the edge tile whose first unit is `unit`.
+  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const i32 word = unit + i - at.prefix_units;
+      // keys of the prefix are seen by every row; behind the prefix or the nodes there is nothing
+      const i32 keys = word < 0 ? at.prefix - at.tail_key - (unit + i) * EDGE_KEYS : at.present - word * EDGE_KEYS;
+      const u32 bound = unit + i >= at.edge_end || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i32 row = at.row0 + local(half);
+        words[half][i] = bound;
+        if (word >= 0 && bound != 0) {
+          const i64 node = at.first_row + row / p.group;
+          words[half][i] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void mask(float (&scores)[MLA_KEYS / 2], const u32 (&words)[2][WORDS]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i) {
+        const u32 mine = words[half][i] >> (lane % 4 * 2);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            float& score = scores[4 * (4 * i + j) + 2 * half + odd];
+            score = mine >> (8 * j + odd) & 1 ? score : -infinity();
+          }
+      }
+  }
+
+  // Scores to weights, in place; true if bases have moved, by what is in `decay`.
+  __device__ __forceinline__ bool softmax(float (&scores)[MLA_KEYS / 2]) {
+    float best[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      best[half] = fmaxf(scores[2 * half], scores[2 * half + 1]);
+#pragma unroll
+      for (int j = 1; j < MLA_KEYS / 8; ++j)
+        best[half] = fmaxf(best[half], fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+    }
+    const bool exceeds = fmaxf(best[0] * p.scale - base[0], best[1] * p.scale - base[1]) > GROWTH;
+    const bool raised = __any_sync(~0u, exceeds);
+    if (raised) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float most = best[half];
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float higher = fmaxf(base[half], most * p.scale);
+        decay[half] = exp2_approx(base[half] - higher);
+        base[half] = higher;
+        sum[half] *= decay[half];
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float part[2] = {0.f, 0.f};  // two chains of sums
+#pragma unroll
+      for (int j = 0; j < MLA_KEYS / 8; ++j)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score = scores[4 * j + 2 * half + odd];
+          score = exp2_approx(score * p.scale - base[half]);
+          part[odd] += score;
+        }
+      sum[half] += part[0] + part[1];
+    }
+    return raised;
+  }
+
+  // Give the sink of a row's head its weight; a row that saw nothing stays 0 and -inf. (Of parts, the merge does.)
+  __device__ __forceinline__ void add_sink(float& inverse, float& lse, i64 head) const {
+    const float sink = fminf(fmaxf(number_at(p.sinks, head, p.sinks_type), -1e37f), 1e37f) / LN2;  // not inf - inf
+    const float top = fmaxf(lse, sink);
+    const float all = top + log2_approx(exp2_approx(lse - top) + exp2_approx(sink - top));
+    inverse *= exp2_approx(lse - all);
+    if (p.sinks_in_lse != 0 && lse > -infinity()) lse = all;
+  }
+
+  // With an item's last tile: what sums of rows are multiplied by, for the output warpgroups, and lse.
+  __device__ __forceinline__ void finish(const Cursor& at) const {
+    const i64 part_row = mla_part(p, at);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = sum[half];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      float inverse = total > 0.f ? 1.f / total : 0.f;
+      float lse = total > 0.f ? base[half] + log2_approx(total) : -infinity();
+      const i32 row = at.row0 + local(half);
+      if (lane % 4 == 0 && row < at.row_end) {
+        if (at.whole) {
+          const i64 node = at.first_row + row / p.group, head = at.kv_head * p.group + row % p.group;
+          if (p.sinks != nullptr) add_sink(inverse, lse, head);
+          if (p.lse != nullptr) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
+        } else {
+          p.partial_lse[part_row + local(half)] = lse;
+        }
+        memory.inverse[turn % 2][local(half)] = inverse;
+      }
+    }
+  }
+
+  // Weights to shared memory, once those of the tile before are with the output warpgroups.
+  __device__ __forceinline__ void store_weights(const float (&scores)[MLA_KEYS / 2], bool raised) {
+    const u32 slot = turn % 2;
+    barrier_wait(shared_address(&memory.weights_empty[slot]), turn / 2 % 2 ^ 1);
+#pragma unroll
+    for (u32 step = 0; step < MLA_KEYS / 16; ++step) {
+      u32 part[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part[i] = pack<T>(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
+      store_blocks(block_row(shared_address(memory.weights[slot]), step), part);
+    }
+    if (raised && lane % 4 == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) memory.decay[slot][local(half)] = decay[half];
+    }
+    if (lane == 0) memory.raised[slot][warp] = raised;
+    fence_async_proxy();
+  }
+
+  __device__ __forceinline__ void item(const Cursor& at) {
+    const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
+    u32 q[4 * Q_STEPS];
+    float scores[MLA_KEYS / 2];
+    idle = uniform(at.row0) + warp * 16 >= uniform(at.row_end);
+    load_q(q);
+    base[0] = base[1] = LOWEST;
+    sum[0] = sum[1] = 0.f;
+#pragma unroll 1
+    for (i32 tile = 0; tile < tiles; ++tile) {
+      const bool edge = tile >= full;
+      u32 words[2][WORDS];
+      if (edge) load_words(words, at, at.edge_begin + (tile - full) * WORDS);
+      multiply_k(scores, q, edge || p.page_rows == 0, tile > 0);
+      bool raised = false;
+      if (!idle) {
+        if (edge) mask(scores, words);
+        raised = softmax(scores);
+      }
+      store_weights(scores, raised);
+      if (tile == tiles - 1) finish(at);
+      __syncwarp();
+      turn += 1;
+    }
+    announce();
+  }
+
+  __device__ __forceinline__ void run() {
+    for (;;) {
+      barrier_wait(shared_address(&memory.item_full[latent.item_slot()]), latent.item_phase());
+      const Cursor& at = memory.items[latent.item_slot()];
+      if (uniform(at.tiles) == 0) break;
+      item(at);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[latent.item_slot()]));
+      latent.next_item();
+    }
+  }
+};
+
+}  // namespace treeattn

@@ -1,0 +1,83 @@
+// Tree attention over latent rows (MLA, absorbed) on Hopper: scores over 576 dims, V is the first 512 of them.
+//
+// A block is 64 packed rows (nodes times heads) on four warpgroups: one brings tiles of 64 keys, one computes scores and
+// weights, two hold 256 dims each of the sums. For a tile, in clocks of a multiprocessor:
+//   products        Q K^T 36 steps of 32, P V 4 steps of 256                                                1152 + 1024
+//   shared memory   K 576, V 512; Q's panels that are not in registers 64 each: 192; P 64 in, 128 out;
+//                   arriving rows 576                                                                              2048
+//   registers       sums 128 + P 16 of 160 a thread; Q 96 + scores 32 of 160; the producer 32: 64 K in all
+// With all of Q in shared memory it would be 2432, more than the products take, and hold 72 KB that the ring has now: 11
+// quarters of 16 KB, two tiles in use and three quarters of the next on their way, half a tile more when the first halves
+// of the products with V end.
+// The matrix unit goes Q K^T (i + 1), then P V (i) with softmax (i + 1) beside it, then Q K^T (i + 2), which may begin
+// under the end of P V (i). Row tiles of a request are lanes of the plan: their blocks walk the same keys at the same
+// time, and memory sees them once; from L2 each block reads 36 bytes a clock.
+
+#pragma once
+
+#include "mla_output.cuh"
+#include "mla_producer.cuh"
+#include "mla_scores.cuh"
+
+namespace treeattn {
+
+constexpr int MLA_THREADS = 512;
+constexpr int MLA_PRODUCER_REGISTERS = 32, MLA_SCORES_REGISTERS = 160, MLA_OUTPUT_REGISTERS = 160;  // 512 in all
+
+template <class T, int Q_STEPS, int LATENTS, int ROPES>
+__device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
+  using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  Memory& memory = *reinterpret_cast<Memory*>(shared_bytes);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  launch_dependents();
+  if (warp == 1 && lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
+  if (threadIdx.x == 0) {
+    if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
+    for (int i = 0; i < LATENTS; ++i) {
+      barrier_init(shared_address(&memory.latent_full[i]), PRODUCER_ARRIVALS);
+      barrier_init(shared_address(&memory.latent_empty[i]), 4);
+    }
+    for (int i = 0; i < ROPES; ++i) {
+      barrier_init(shared_address(&memory.rope_full[i]), PRODUCER_ARRIVALS);
+      barrier_init(shared_address(&memory.rope_empty[i]), 4);
+    }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(shared_address(&memory.weights_full[i]), SCORERS);
+      barrier_init(shared_address(&memory.weights_empty[i]), WRITERS);
+    }
+    for (int i = 0; i < ITEMS; ++i) {
+      barrier_init(shared_address(&memory.item_full[i]), 1);
+      barrier_init(shared_address(&memory.item_empty[i]), MLA_READERS + 3);  // the first warp's item is its own
+    }
+    fence_async_proxy();
+    if (p.page_rows != 0) prefetch(p.k_map);
+  }
+  __syncthreads();
+
+  const int group = uniform(warp / 4);
+  if (group == 3) {
+    give_registers<MLA_PRODUCER_REGISTERS>();
+    MlaProducer<Q_STEPS, LATENTS, ROPES> producer(p, memory);
+    producer.run();
+  } else if (group == 2) {
+    take_registers<MLA_SCORES_REGISTERS>();
+    MlaScores<T, Q_STEPS, LATENTS, ROPES> scores(p, memory, uniform(warp % 4), lane);
+    scores.run();
+  } else {
+    take_registers<MLA_OUTPUT_REGISTERS>();
+    MlaOutput<T, Q_STEPS, LATENTS, ROPES> output(p, memory, group, uniform(warp % 4), lane);
+    output.run();
+  }
+}
+
+}  // namespace treeattn
+
+// One kernel: 16-bit type, steps of 16 dims of Q that are in registers, quarters and rope parts in shared memory. The host
+// reads these lines (treeattn/cuda/build.py).
+#define TREEATTN_MLA(NAME, T, Q_STEPS, LATENTS, ROPES)                       \
+  extern "C" __global__ void __launch_bounds__(treeattn::MLA_THREADS, 1)     \
+      NAME(const __grid_constant__ treeattn::AttentionParams params) {       \
+    treeattn::mla_sm90<treeattn::T, Q_STEPS, LATENTS, ROPES>(params);        \
+  }
