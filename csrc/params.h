@@ -1,7 +1,7 @@
 // What one launch of the attention kernel reads and writes. Passed by value; treeattn/cuda/params.py mirrors it.
 //
 // Strides count elements (of the tensor's own type), the last axis is contiguous, and every row of q, K and V starts at
-// a multiple of 16 bytes (q and out: 4 bytes). Index tensors are int32 or int64; of an int64 the low half is read.
+// a multiple of 16 bytes (out: 4 bytes). Index tensors are int32 or int64; of an int64 the low half is read.
 
 #pragma once
 

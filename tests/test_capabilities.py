@@ -99,7 +99,7 @@ def test_plan_and_call_refuse_before_anything_is_written(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_the_hopper_kernels_lack_triton_has(name: str) -> None:
-    lacks = name in ("fp8_e4m3", "fp8_e5m2", "unlike_dims", "shared_kv")
+    lacks = name in ("fp8_e4m3", "fp8_e5m2", "unlike_dims", "shared_kv")  # of these dims
     text = refusal("cuda", "cuda", asked(name))
     assert (text is not None) == lacks
     assert text is None or text.endswith("backend='triton' can")
@@ -108,3 +108,20 @@ def test_what_the_hopper_kernels_lack_triton_has(name: str) -> None:
 def test_head_dims_of_the_hopper_kernels() -> None:
     wide = Asked(Geometry.of(4, 2, 256, dtype=torch.float16))
     assert str(refusal("cuda", "cuda", wide)).endswith("it covers head_dim 64 or 128, got 256; backend='triton' can")
+
+
+def test_mla_of_the_hopper_kernels() -> None:
+    def words(head_dim: int, head_dim_v: int, **more: Any) -> str | None:
+        geometry = Geometry.of(8, 1, head_dim, head_dim_v=head_dim_v, shared_kv=True, **more)
+        return refusal("cuda", "cuda", Asked(geometry))
+
+    assert words(576, 512) is None
+    assert words(576, 512, batch_invariant=True, part="prefix", fresh_tree=True) is None
+    assert "it covers head_dim 576 and head_dim_v 512, got 320 and 256; backend='triton' can" in str(words(320, 256))
+    assert "head_dim 576 and head_dim_v 512, got 128 and 128" in str(words(128, 128))
+    text = "backend 'cuda' cannot do this: it has shared_kv and window_left 7 apart only; backend='triton' can"
+    assert words(576, 512, window_left=7) == text
+    assert "FP8" in str(words(576, 512, kv_dtype=torch.float8_e4m3fn))
+    capped = Asked(Geometry.of(8, 1, 576, head_dim_v=512, shared_kv=True), logits_soft_cap=3.0)
+    assert "shared_kv and logits_soft_cap 3.0 apart only; backend='triton' can" in str(refusal("cuda", "cuda", capped))
+    assert "it covers head_dim 64 or 128, got 576" in str(refusal("cuda", "cuda", Asked(Geometry.of(8, 1, 576))))

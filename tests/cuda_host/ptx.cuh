@@ -434,11 +434,24 @@ inline float operand_number(u64 descriptor, int k, int line, bool across) {
 
 template <class T, int N, int ACROSS>
 struct Product {
+  // All of b, by column: the first thread of a warpgroup that comes here behind a meeting reads it for all.
+  static const float* columns(u64 b) {
+    static float numbers[MOST_THREADS / 128][N * 16];
+    static u32 read_at[MOST_THREADS / 128];
+    const int group = running / 128;
+    if (read_at[group] != warpgroups[group].held) {
+      read_at[group] = warpgroups[group].held;
+      for (int column = 0; column < N; ++column)
+        for (int k = 0; k < 16; ++k) numbers[group][column * 16 + k] = operand_number<T>(b, k, column, ACROSS);
+    }
+    return numbers[group];
+  }
   static void add(float* d, const float (&a)[2][16], u64 b, int accumulate) {
+    const float* all = columns(b);
     for (int i = 0; i < N / 2; ++i) {
-      const int column = i / 4 * 8 + running % 4 * 2 + i % 2;
+      const float* column = all + (i / 4 * 8 + running % 4 * 2 + i % 2) * 16;
       float sum = accumulate ? d[i] : 0.f;
-      for (int k = 0; k < 16; ++k) sum += a[i / 2 % 2][k] * operand_number<T>(b, k, column, ACROSS);
+      for (int k = 0; k < 16; ++k) sum += a[i / 2 % 2][k] * column[k];
       d[i] = sum;
     }
   }

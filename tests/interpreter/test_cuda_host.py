@@ -275,6 +275,14 @@ def latent(q_lens: list[int], prefixes: list[int], heads: int, options: Options 
     return shaped(q_lens, prefixes, (heads, 1), 576, options=options, **shape)
 
 
+@pytest.fixture
+def on_host_wide(on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `on_host`, with a few wide programs for the merge: Triton's interpreter takes longer for each than for its sums."""
+    monkeypatch.setattr(launching, "FEW_MERGES", 0)
+    monkeypatch.setattr(launching, "MERGE_DIMS", 512)
+    monkeypatch.setattr(launching, "INVARIANT_ROWS", 16)
+
+
 MLA_SHAPES: dict[str, dict[str, Any]] = {
     "lone-root": {"q_lens": [1], "prefixes": [0], "heads": 8, "page_size": 64},
     "one-full-tile": {"q_lens": [8], "prefixes": [64], "heads": 8, "page_size": 64},
@@ -295,8 +303,53 @@ MLA_SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MLA_SHAPES)
-@pytest.mark.usefixtures("on_host")
+@pytest.mark.usefixtures("on_host_wide")
 def test_mla_shapes(name: str) -> None:
     case = latent(**MLA_SHAPES[name])
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.usefixtures("on_host_wide")
+def test_mla_whoever_is_ahead(turn: int) -> None:
+    """Items of all lengths, so that each part of a tile comes to each place of the rings, in each kind of copy."""
+    prefixes = [(0, 64, 5, 130, 300, 32, 97)[request % 7] for request in range(16 + turn)]
+    case = latent([3] * len(prefixes), prefixes, 2, page_size=(16, 64, 1, 8)[turn])
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+MLA_OPTIONS = {name: OPTIONS[name] for name in ("sinks", "sinks-in-lse", "prefix", "tree", "invariant")}
+MLA_OPTION_SHAPES = ("rows", "three-row-tiles", "slots", "fresh", "ragged", "padded")
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("name", MLA_OPTIONS)
+@pytest.mark.usefixtures("on_host_wide")
+def test_mla_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 130)
+    for index, shape in enumerate(MLA_OPTION_SHAPES, list(MLA_OPTIONS).index(name)):
+        case = latent(**MLA_SHAPES[shape], options=MLA_OPTIONS[name])
+        verdict = check_case(case, "triton", ("plain", "static")[index % 2])
+        assert verdict.ok, f"{shape}: {verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("sm_scale", [-0.11, 0.0, 3.0])
+@pytest.mark.usefixtures("on_host_wide")
+def test_mla_scales(sm_scale: float) -> None:
+    """With 3, rows jump from key to key: bases move in most tiles."""
+    case = latent([9], [400], 8, page_size=64)
+    verdict = check_case(dataclasses.replace(case, sm_scale=sm_scale), "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("on_host_wide")
+def test_mla_random_cases(seed: int) -> None:
+    case = random_case(seed, dtype=torch.float16, head_dim=576, batch=1 + seed % 3, max_prefix=200, max_width=(8, 17)[seed % 2],
+                       num_kv_heads=1, cache="paged", options=Options(shared_kv=True, head_dim_v=512))  # fmt: skip
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"

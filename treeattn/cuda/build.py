@@ -64,6 +64,16 @@ class KernelShape(NamedTuple):
     options: int
 
     @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def layout(self) -> str:
+        """The template of csrc that lies over shared memory."""
+        return f"Shared<{self.head_dim}, {self.consumers}, {self.keys}, {self.stages}, {self.q_steps}>"
+
+    @property
     def shared_bytes(self) -> int:
         """Size of ``Shared::Layout`` (csrc/ring.cuh), which a compile test compares with the compiler's."""
         ring = 2 * self.stages * self.keys * self.head_dim * 2
@@ -85,6 +95,16 @@ class MlaShape(NamedTuple):
     def blocks(self) -> int:
         """Of a multiprocessor."""
         return 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 512
+
+    @property
+    def layout(self) -> str:
+        """The template of csrc that lies over shared memory."""
+        return f"MlaShared<{self.q_steps}, {self.latents}, {self.ropes}>"
 
     @property
     def shared_bytes(self) -> int:

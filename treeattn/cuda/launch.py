@@ -35,7 +35,7 @@ from .config import KEYS, Variant, variant_of
 from .params import Q_SIGNS, AttentionParams, TensorMap, division
 
 ROW_BYTES = 16
-"""What a copy moves at once: rows of K and V start at multiples of it."""
+"""What a copy moves at once: rows of q, K and V start at multiples of it."""
 BOX_DIMS = 64
 """Dims of a tensor copy's box: 128 bytes, the row of the swizzle."""
 MAX_STRIDE = 2**40
@@ -99,12 +99,12 @@ def prepare(step: Step, capped: bool = False) -> Function:
 
 
 def refuse_unaligned(cache_strides: tuple[int, ...], **tensors: Tensor | None) -> None:
-    """NotImplementedError unless rows of K and V start at multiples of 16 bytes, and pairs of q and out at 4."""
+    """NotImplementedError unless rows of q, K and V start at multiples of 16 bytes, and pairs of out at 4."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         strides = cache_strides if name.endswith("_cache") else tensor.stride()[:2]
-        unit = 4 if name in ("q", "out") else ROW_BYTES
+        unit = 4 if name == "out" else ROW_BYTES
         if tensor.data_ptr() % unit or any(stride * tensor.element_size() % unit for stride in strides):
             raise NotImplementedError(
                 f"backend 'cuda' cannot do this: it needs rows of {name} at multiples of {unit} bytes, got address "
