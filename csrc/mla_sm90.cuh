@@ -3,15 +3,14 @@
 // A block is 64 packed rows (nodes times heads) on four warpgroups: one brings tiles of 64 keys, one computes scores and
 // weights, two hold 256 dims each of the sums. For a tile, in clocks of a multiprocessor:
 //   products        Q K^T 36 steps of 32, P V 4 steps of 256                                                1152 + 1024
-//   shared memory   K 576, V 512; Q's panels that are not in registers 64 each: 192; P 64 in, 128 out;
-//                   arriving rows 576                                                                              2048
-//   registers       sums 128 + P 16 of 160 a thread; Q 96 + scores 32 of 160; the producer 32: 64 K in all
-// With all of Q in shared memory it would be 2432, more than the products take, and hold 72 KB that the ring has now: 11
-// quarters of 16 KB, two tiles in use and three quarters of the next on their way, half a tile more when the first halves
-// of the products with V end.
+//   shared memory   K 576, V 512; panels of Q that are not in registers, 64 each: 192; P 64 in, 256 out;
+//                   arriving rows 576                                                                              2176
+//   registers       sums 128 of 160 a thread; Q 96 and scores 32 of 160; the producer 32: 64 K in all
+// With all of Q in shared memory it would be 2560, more than the products take, and hold 48 KB that the rings have now: 10
+// quarters of 16 KB, two tiles in use and half of the next on its way, the other half when the first halves of P V end.
 // The matrix unit goes Q K^T (i + 1), then P V (i) with softmax (i + 1) beside it, then Q K^T (i + 2), which may begin
 // under the end of P V (i). Row tiles of a request are lanes of the plan: their blocks walk the same keys at the same
-// time, and memory sees them once; from L2 each block reads 36 bytes a clock.
+// time, and memory sees them once; from L2 each block reads 34 bytes a clock.
 
 #pragma once
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -206,3 +207,75 @@ def test_options_together(seed: int) -> None:
     general_masks_take_the_callers_positions(SETTING, seed)
     rows_do_not_depend_on_the_batch(SETTING, seed)
     rows_do_not_depend_on_the_batch(SETTING, seed, Options(window_left=20, sinks=True, logits_soft_cap=4.0))
+
+
+MLA_SHAPES: dict[str, dict[str, Any]] = {
+    "lone-root": {"q_lens": [1], "prefixes": [0], "heads": 8},
+    "one-tile": {"q_lens": [8], "prefixes": [64], "heads": 8, "page_size": 64},
+    "8-heads": {"q_lens": [17], "prefixes": [5000], "heads": 8, "page_size": 64},
+    "16-heads": {"q_lens": [17, 17], "prefixes": [3000, 3000], "heads": 16, "page_size": 64},
+    "64-heads": {"q_lens": [17], "prefixes": [700], "heads": 64, "page_size": 128, "kv_layout": "HND"},
+    "128-heads": {"q_lens": [17], "prefixes": [3000], "heads": 128, "page_size": 64},
+    **{
+        f"page-{page}-{table}": {
+            "q_lens": [17, 9], "prefixes": [777, 130], "heads": 8, "page_size": page, "table": table,
+        }
+        for page in (1, 8, 12, 16, 48, 64, 128)
+        for table in ("csr", "block")
+    },
+    **{
+        tree_kv: {"q_lens": [17, 17], "prefixes": [65, 500], "heads": 8, "page_size": 64, "tree_kv": tree_kv}
+        for tree_kv in ("slots", "fresh")
+    },
+    "ragged": {"q_lens": [1, 8, 17, 65, 3], "prefixes": [0, 63, 1025, 300, 5], "heads": 8, "page_size": 16},
+    "many": {"q_lens": [8] * 40, "prefixes": list(range(0, 4000, 100)), "heads": 8, "page_size": 16},
+    "padded": {"q_lens": [17] * 3, "nodes": [17, 1, 9], "prefixes": [100, 0, 4000], "heads": 8, "page_size": 64},
+    "empty": {"q_lens": [8] * 3, "nodes": [8, 0, 3], "prefixes": [100, 64, 0], "heads": 16, "page_size": 64},
+    "wide": {"q_lens": [257], "prefixes": [1000], "heads": 8, "page_size": 64},
+    "long": {"q_lens": [17], "prefixes": [60_000], "heads": 8, "page_size": 64},
+    "negative-scale": {"q_lens": [17], "prefixes": [500], "heads": 8, "page_size": 64, "sm_scale": -0.05},
+    "sharp": {"q_lens": [17], "prefixes": [500], "heads": 8, "page_size": 64, "sm_scale": 1.0},
+}  # fmt: skip
+MLA_OPTIONS = {"none": Options(), **{name: OPTIONS[name] for name in ("sinks", "prefix", "tree", "invariant")}}
+
+
+@pytest.mark.parametrize("build", ["", CHECKED, CANARY], ids=["plain", "checked", "canary"], indirect=True)
+@pytest.mark.parametrize("options", MLA_OPTIONS)
+@pytest.mark.parametrize("name", MLA_SHAPES)
+@pytest.mark.usefixtures("build")
+def test_mla(name: str, options: str) -> None:
+    shape = dict(MLA_SHAPES[name])
+    q_lens, prefixes, heads = shape.pop("q_lens"), shape.pop("prefixes"), shape.pop("heads")
+    nodes, sm_scale = shape.pop("nodes", q_lens), shape.pop("sm_scale", None)
+    rng = random.Random(sum(q_lens) + sum(prefixes))
+    trees = [draw_tree("recent", count, rng) for count in nodes]
+    index = list(MLA_SHAPES).index(name) + list(MLA_OPTIONS).index(options)
+    dtype = (torch.bfloat16, torch.float16)[index % 2]
+    asked = dataclasses.replace(MLA_OPTIONS[options], shared_kv=True, head_dim_v=MLA_DIMS[1])
+    case = build_case(trees, prefixes, q_lens=q_lens, heads=(heads, 1), head_dim=MLA_DIMS[0], dtype=dtype,
+                      device="cuda", placement=Placement(**shape), sm_scale=sm_scale, options=asked, seed=1)  # fmt: skip
+    verdict = check_case(case, "cuda", ("plain", "static")[index // 2 % 2])
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_mla_the_same_bits_again_and_again(heads: int) -> None:
+    """One input five hundred times: whoever is ahead."""
+    batch, q_len, prefix = 4, 17, 5000
+    pages = batch * 80
+    generator = torch.Generator("cuda").manual_seed(0)
+    cache = torch.randn(pages, 64, 1, MLA_DIMS[0], device="cuda", generator=generator).bfloat16()
+    q = torch.randn(batch * q_len, heads, MLA_DIMS[0], device="cuda", generator=generator).bfloat16()
+    table = torch.randperm(pages, device="cuda", generator=generator).int().view(batch, 80)
+    layout = treeattn.TreeLayout.chain(torch.full((batch,), prefix, dtype=torch.int32, device="cuda"), q_len)
+    kv = treeattn.PagedKV(block_table=table, page_size=64)
+    step = treeattn.plan(layout, kv, heads, 1, MLA_DIMS[0], head_dim_v=MLA_DIMS[1], shared_kv=True, dtype=q.dtype,
+                         backend="cuda")  # fmt: skip
+    out = torch.empty(batch * q_len, heads, MLA_DIMS[1], dtype=q.dtype, device="cuda")
+    treeattn.tree_attention(q, cache, None, step, out=out, sm_scale=0.07)
+    first, differ = out.clone(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(500):
+        out.fill_(float("nan"))
+        treeattn.tree_attention(q, cache, None, step, out=out, sm_scale=0.07)
+        differ += (out != first).any()
+    assert int(differ) == 0

@@ -24,6 +24,7 @@ from option_bodies import (
     merged_parts_are_the_whole,
     rows_do_not_depend_on_the_batch,
 )
+from property_bodies import unseen_keys_change_nothing
 from settings_of_tests import Setting
 
 from treeattn.cuda.build import kernels_in, source_dir
@@ -277,10 +278,11 @@ def latent(q_lens: list[int], prefixes: list[int], heads: int, options: Options 
 
 @pytest.fixture
 def on_host_wide(on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `on_host`, with a few wide programs for the merge: Triton's interpreter takes longer for each than for its sums."""
+    """As `on_host`, with few and wide programs for the merge, of which each costs Triton's interpreter time."""
     monkeypatch.setattr(launching, "FEW_MERGES", 0)
     monkeypatch.setattr(launching, "MERGE_DIMS", 512)
     monkeypatch.setattr(launching, "INVARIANT_ROWS", 16)
+    monkeypatch.setattr(launching, "busy_of", lambda step: 12)
 
 
 MLA_SHAPES: dict[str, dict[str, Any]] = {
@@ -314,7 +316,7 @@ def test_mla_shapes(name: str) -> None:
 @pytest.mark.usefixtures("on_host_wide")
 def test_mla_whoever_is_ahead(turn: int) -> None:
     """Items of all lengths, so that each part of a tile comes to each place of the rings, in each kind of copy."""
-    prefixes = [(0, 64, 5, 130, 300, 32, 97)[request % 7] for request in range(16 + turn)]
+    prefixes = [(0, 64, 5, 130, 33, 32, 200)[request * request % 7] for request in range(80 + turn)]
     case = latent([3] * len(prefixes), prefixes, 2, page_size=(16, 64, 1, 8)[turn])
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
@@ -346,10 +348,29 @@ def test_mla_scales(sm_scale: float) -> None:
 
 
 @CANARY_ONLY
+@pytest.mark.parametrize("source", ["parents", "general"])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.usefixtures("on_host_wide")
-def test_mla_random_cases(seed: int) -> None:
-    case = random_case(seed, dtype=torch.float16, head_dim=576, batch=1 + seed % 3, max_prefix=200, max_width=(8, 17)[seed % 2],
-                       num_kv_heads=1, cache="paged", options=Options(shared_kv=True, head_dim_v=512))  # fmt: skip
+def test_mla_random_cases(seed: int, source: str) -> None:
+    case = random_case(seed, dtype=torch.float16, head_dim=576, batch=1 + seed % 3, max_prefix=200, source=source,
+                       max_width=(8, 17)[seed % 2], num_kv_heads=1, cache="paged",
+                       options=Options(shared_kv=True, head_dim_v=512))  # fmt: skip
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+class LatentSetting(Setting):
+    """Cases of MLA that the host can afford."""
+
+    def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
+        own = {"head_dim": 576, "num_kv_heads": 1, "group": 8, "cache": "paged", "max_width": 17, "max_prefix": 130,
+               "batch": 2, "options": Options(shared_kv=True, head_dim_v=512)}  # fmt: skip
+        return super().case(seed, dtype, **{**own, **pins})
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 6])
+@pytest.mark.usefixtures("on_host_wide")
+def test_mla_unseen_rows_change_nothing(seed: int) -> None:
+    setting = LatentSetting("triton", torch.device("cpu"), (torch.float16,), small=True)
+    unseen_keys_change_nothing(setting, {"seed": seed})

@@ -79,7 +79,8 @@ def consumers_for(rows: int) -> int:
 def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
     """Tiles of a group of layers, in the terms of the plan."""
     if geometry.shared_kv:
-        return KernelConfig(64, KEYS, geometry.head_dim, MLA_WARPS, 2, 1, 2, "64 rows: their sums are half the registers")
+        reason = "64 rows, whose sums are half of the registers"
+        return KernelConfig(64, KEYS, geometry.head_dim, MLA_WARPS, 2, 1, 2, reason)
     consumers = consumers_for(geometry.group * max_q_len)
     blocks = 2 if consumers == 1 else 1
     reason = {

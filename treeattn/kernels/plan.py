@@ -144,6 +144,7 @@ def plan_kernel(
     RANGED: tl.constexpr,  # not every row sees the prefix from its beginning
     SPLIT: tl.constexpr,  # tiles of a split in batch-invariant mode, else 0
     ALIGNED: tl.constexpr,  # let items begin with programs of their own, where that is cheap
+    BUSY: tl.constexpr,  # sixteenths of the programs that lanes must keep busy
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
     COLUMNS: tl.constexpr,  # rows of each request that are looked at together for their positions
@@ -196,8 +197,8 @@ def plan_kernel(
         row_tiles = row_tiles * 0
     lanes = tl.max(row_tiles, 0)
     alike = tl.min(tl.where(row_tiles > 0, row_tiles, lanes), 0) == lanes
-    # lanes take the same number of programs each: not if that leaves more than a sixteenth of them idle
-    alike = alike & (lanes > 1) & (num_programs // tl.maximum(lanes, 1) * lanes * 16 >= num_programs * 15)
+    # lanes take the same number of programs each: not if that leaves too many of them idle
+    alike = alike & (lanes > 1) & (num_programs // tl.maximum(lanes, 1) * lanes * 16 >= num_programs * BUSY)
     if SPLIT > 0:
         alike = alike & (lanes < 0)
     lanes = tl.where(alike, lanes, 1)
