@@ -252,8 +252,8 @@ def test_mla(name: str, options: str) -> None:
     index = list(MLA_SHAPES).index(name) + list(MLA_OPTIONS).index(options)
     dtype = (torch.bfloat16, torch.float16)[index % 2]
     asked = dataclasses.replace(MLA_OPTIONS[options], shared_kv=True, head_dim_v=MLA_DIMS[1])
-    case = build_case(trees, prefixes, q_lens=q_lens, heads=(heads, 1), head_dim=MLA_DIMS[0], dtype=dtype,
-                      device="cuda", placement=Placement(**shape), sm_scale=sm_scale, options=asked, seed=1)  # fmt: skip
+    case = build_case(trees, prefixes, q_lens=q_lens, heads=(heads, 1), head_dim=MLA_DIMS[0], dtype=dtype, seed=1,
+                      device="cuda", placement=Placement(**shape), sm_scale=sm_scale, options=asked)  # fmt: skip
     verdict = check_case(case, "cuda", ("plain", "static")[index // 2 % 2])
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
