@@ -276,7 +276,7 @@ def _run_kernels(
     for tensor in tensors:
         if tensor is not None:
             low_bits |= tensor.data_ptr()
-    # the cuda backend reads q and writes out four bytes at a time
+    # the cuda backend writes out four bytes at a time
     key = (low_bits % 16 == 0 or (low_bits % 4, *_alignments(*tensors)), zero_tail, kind)
     launch = checked.launches.get(key)
     if launch is None:

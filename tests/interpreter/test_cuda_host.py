@@ -82,9 +82,9 @@ class HostAttention:
     """In place of the launch of Triton's attention kernel."""
 
     def __init__(self, library: Any, step: Step, *tensors: Any) -> None:
-        self.library, self.step, self.maps = library, step, CacheMaps(step, tensors[-1])
+        self.library, self.step, self.maps = library, step, CacheMaps(step, tensors[-2])
         self.params = params_of(step, *tensors)
-        self.sinks = tensors[-2].sinks is not None
+        self.sinks = tensors[-3].sinks is not None
         self.params.page_rows = self.maps.rows
 
     def __call__(self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float,
@@ -115,8 +115,10 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(step, q, k_tree, v_tree, out, lse, scoring, **rest)
             self.finish.arguments["FRAGMENTS"] = True
             self.attention: Any = HostAttention(
-                library, step, q, k_tree, v_tree, out, lse, scoring, rest["cache_strides"]
+                library, step, q, k_tree, v_tree, out, lse, scoring, rest["cache_strides"], rest["zero_tail"]
             )
+            if not step.batch_invariant:
+                self.finish.first = lambda *leading: None  # the attention kernel merges
 
     monkeypatch.setattr(launching, "LayerLaunch", HostLayerLaunch)
     monkeypatch.setattr(launching, "is_aligned", lambda step: not step.batch_invariant)

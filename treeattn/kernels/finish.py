@@ -115,7 +115,6 @@ def finish_kernel(
     CHUNK_DIMS: tl.constexpr,
     CHUNK_PARTS: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,  # items may hold more of the line than they have tiles
     FRAGMENTS: tl.constexpr,  # partial_out is in the order in which csrc's kernel holds it
     WIDE: tl.constexpr,
     PDL: tl.constexpr,  # launched before attention_kernel has ended
@@ -177,10 +176,7 @@ def finish_kernel(
         item_tiles = tl.cdiv(item_tiles, SPLIT)
     if BY_ITEM:
         lane = tl.where(lanes > 1, row_tile, 0)
-        held = item_tiles
-        if ALIGNED:
-            held = tl.where(tl.load(share_ptr + 3) > 0, tl.cdiv(item_tiles, share) * share, item_tiles)
-        start += tl.where(lanes > 1, kv_head, item) * held
+        start += tl.where(lanes > 1, kv_head, item) * item_tiles
         mine = (kv_head < KV_HEADS) & (nodes > 0)
     else:
         # the first boundary inside an item is the one that merges it

@@ -162,6 +162,7 @@ def plan_launch(step: Step) -> Launch:
         "item_start_ptr": buffers.item_start,
         "spans_ptr": buffers.spans,
         "share_ptr": buffers.share,
+        "arrivals_ptr": buffers.arrivals,
         "batch": layout.batch,
         "max_pages": kv.width,
         "num_programs": step.num_programs,
@@ -411,7 +412,6 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "CHUNK_DIMS": dims,
         "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
-        "ALIGNED": is_aligned(step),
         "FRAGMENTS": step.backend == "cuda",
     }
     programs = chunks * (padded(step.head_dim_v) // dims)
