@@ -24,7 +24,10 @@ extern "C" bool run_kernel(const char* name, const treeattn::AttentionParams* pa
 #define TREEATTN_NAMED(NAME) \
   if (std::strcmp(name, #NAME) == 0) chosen = NAME;
   TREEATTN_KERNELS
-  if (chosen == nullptr) return false;
+  if (chosen == nullptr) {
+    std::fprintf(stderr, "%s is not in this build\n", name);
+    return false;
+  }
   call = *params;
   body = start;
   block_threads = threads;

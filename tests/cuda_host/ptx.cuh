@@ -18,7 +18,7 @@
 #include <ucontext.h>
 
 #define __device__
-#define __global__
+#define __global__ inline  // no code for a kernel that nobody calls
 #define __shared__
 #define __forceinline__ inline
 #define __align__(bytes)
@@ -68,8 +68,10 @@ struct Meeting {
   const Value* meet(int me, const Value& value, u32 what);
 };
 
-struct Fragment {
-  u32 a[4];
+// What a thread brings to a product: its numbers of A, or a descriptor of it, and a descriptor of B.
+struct Share {
+  float a[4][2];
+  u64 in_shared, b;
 };
 
 struct Named {
@@ -81,7 +83,7 @@ struct Named {
 struct Machine {
   Fiber fibers[MOST_THREADS];
   Meeting<32, u64> warps[MOST_THREADS / 32];
-  Meeting<128, Fragment> warpgroups[MOST_THREADS / 128];
+  Meeting<128, Share> warpgroups[MOST_THREADS / 128];
   Named named[17];  // the last is of __syncthreads
   std::vector<unsigned char> memory;
   u32 block, round = 0, sloth[MOST_THREADS / 32] = {};
@@ -92,6 +94,7 @@ inline Machine* machine;
 inline jmp_buf scheduler;
 inline int running;
 inline void (*body)();
+inline u32 turn;       // of a warp: the others stand still
 inline long progress;  // barriers passed and meetings held; none in a whole round of fibers means that all hang
 
 inline void enter() {
@@ -141,6 +144,7 @@ inline Outcome run_block(int threads) {
     bool all = true;
     machine->waits = false;
     for (int warp = 0; warp < threads / 32; ++warp) {
+      turn += 1;
       if (machine->round % 64 == 0) sloth[warp] = schedule_seed == 0 ? 0 : draw() % 4 == 0 ? 31 : draw() % 8;
       const bool rests = sloth[warp] != 0 && draw() % 32 < sloth[warp];
       for (int i = 32 * warp; i < 32 * warp + 32; ++i) {
@@ -472,33 +476,61 @@ inline float operand_number(u64 descriptor, int k, int line, bool across) {
   return wide<T>(bits);
 }
 
+typedef float Four __attribute__((vector_size(16)));
+
+// Operands of a product as floats: a warp's 16 rows of A, and B, read once in a turn of the warp.
+struct Operands {
+  u32 turn;
+  const Share* of;
+  float a[16][16];
+  Four b[4][16][16];  // by thread of four and block of 8 columns: two numbers of B's row k, for both rows of A
+};
+inline Operands operands;
+
 template <class T, int N, int ACROSS>
 struct Product {
-  static void add(float* d, const float (&a)[2][16], u64 b, int accumulate) {
-    for (int i = 0; i < N / 2; ++i) {
-      const int column = i / 4 * 8 + running % 4 * 2 + i % 2;
-      float sum = accumulate ? d[i] : 0.f;
-      for (int k = 0; k < 16; ++k) sum += a[i / 2 % 2][k] * operand_number<T>(b, k, column, ACROSS);
-      d[i] = sum;
+  static void read(const Share* all) {
+    const Share& mine = all[running % 128];
+    Operands& to = operands;
+    if (to.turn == turn && to.of == all) return;
+    to.turn = turn;
+    to.of = all;
+    for (int i = 0; i < 128; ++i)
+      if (all[i].b != mine.b || all[i].in_shared != mine.in_shared) {
+        std::fprintf(stderr, "threads of a warpgroup name unlike operands\n");
+        std::abort();
+      }
+    for (int column = 0; column < N; column += 2)
+      for (int k = 0; k < 16; ++k) {
+        const float one = operand_number<T>(mine.b, k, column, ACROSS);
+        const float other = operand_number<T>(mine.b, k, column + 1, ACROSS);
+        to.b[column % 8 / 2][column / 8][k] = Four{one, other, one, other};
+      }
+    const int warp = running % 128 / 32;
+    for (int row = 0; row < 16; ++row)
+      for (int k = 0; k < 16; ++k)
+        to.a[row][k] = mine.in_shared != 0 ? operand_number<T>(mine.in_shared, k, warp * 16 + row, false)
+                                           : all[warp * 32 + row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2][k % 2];
+  }
+  static void add(float (&d)[N / 2], const Share& share, u32 what, int accumulate) {
+    read(machine->warpgroups[running / 128].meet(running % 128, share, what));
+    const float *upper = operands.a[running % 32 / 4], *lower = operands.a[running % 32 / 4 + 8];
+    Four a[16];
+    for (int k = 0; k < 16; ++k) a[k] = Four{upper[k], upper[k], lower[k], lower[k]};
+    for (int block = 0; block < N / 8; ++block) {
+      Four sum = {};
+      if (accumulate) std::memcpy(&sum, d + 4 * block, sizeof(sum));
+      for (int k = 0; k < 16; ++k) sum += a[k] * operands.b[running % 4][block][k];
+      std::memcpy(d + 4 * block, &sum, sizeof(sum));
     }
   }
   static void run(float (&d)[N / 2], const u32* mine, u64 b, int accumulate) {
-    const Fragment* all = machine->warpgroups[running / 128].meet(running % 128, {{mine[0], mine[1], mine[2], mine[3]}}, 5);
-    float a[2][16];
-    for (int lower = 0; lower < 2; ++lower)
-      for (int k = 0; k < 16; ++k) {
-        const Fragment& from = all[running % 128 / 4 * 4 + k % 8 / 2];
-        a[lower][k] = wide<T>(from.a[lower + k / 8 * 2] >> (k % 2 * 16) & 0xFFFF);
-      }
-    add(d, a, b, accumulate);
+    Share share = {{}, 0, b};
+    for (int i = 0; i < 8; ++i) share.a[i / 2][i % 2] = wide<T>(mine[i / 2] >> (i % 2 * 16) & 0xFFFF);
+    add(d, share, 5, accumulate);
   }
-  static void run_shared(float (&d)[N / 2], u64 a_descriptor, u64 b, int accumulate) {
-    machine->warpgroups[running / 128].meet(running % 128, {}, 6);
-    float a[2][16];
-    for (int lower = 0; lower < 2; ++lower)
-      for (int k = 0; k < 16; ++k)
-        a[lower][k] = operand_number<T>(a_descriptor, k, running % 128 / 32 * 16 + running % 32 / 4 + 8 * lower, false);
-    add(d, a, b, accumulate);
+  static void run_shared(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
+    add(d, {{}, a, b}, 6, accumulate);
   }
 };
 

@@ -41,6 +41,8 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
 
 
 BUILDS = ["", "-DTREEATTN_CANARY=1"]
+CALLED = "Fp16"
+"""The type of all cases here; the kernels of the other one are left out of the build, which takes half as long."""
 
 
 def built(folder: Path, macro: str) -> Path:
@@ -53,10 +55,11 @@ def built(folder: Path, macro: str) -> Path:
             sources.mkdir()
             for path in (*source_dir().iterdir(), *HOST.iterdir()):
                 shutil.copy(path, sources)
-            names = [name for source in source_dir().glob("*.cu") for name in kernels_in(source.name)]
+            names = [name for source in source_dir().glob("*.cu") for name, shape in kernels_in(source.name).items()
+                     if shape.dtype == CALLED]  # fmt: skip
             listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
             subprocess.run(
-                [str(GXX), "-std=c++17", "-O2", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
+                [str(GXX), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
                  *filter(None, [macro]), "-o", str(made), str(sources / "kernels.cpp")], check=True,
             )  # fmt: skip
     return made
