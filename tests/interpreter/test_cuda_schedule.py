@@ -50,7 +50,8 @@ static void walk(const AttentionParams& p, int programs) {
       const Part part = p.split > 0 ? Part{} : part_of(at, program);
       std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request,
                   at.kv_head, at.row_tile, at.row0, at.row_end, at.unit, at.end, at.full_tiles, at.full_key,
-                  at.tail_key, at.front_units, at.prefix_units, at.edge_begin, at.edge_end, at.tiles, at.whole, at.first, at.full,
+                  at.tail_key, at.front_units, at.prefix_units, at.edge_begin, at.edge_end, at.tiles, at.whole,
+                  at.first, at.full,
                   p.split > 0 ? at.place : 2 * program + (at.unit == 0), part.first_block, part.blocks);
       cursor_advance<TILE_ROWS>(at, p);
     }
