@@ -36,7 +36,7 @@ for name in "${@:-bench}"; do
   case $name in
     bench) stage bench python3 -m treeattn bench gqa step --out "$OUT/h200-gqa.json" ;;
     mla | kimi)
-      stage "$name" python3 -m treeattn bench "$name" --providers treeattn_triton flashmla_causal \
+      stage "$name" python3 -m treeattn bench "$name" --providers treeattn_cuda treeattn_triton flashmla_causal \
         --out "$OUT/h200-$name.json"
       ;;
     further) stage further python3 -m treeattn bench ragged pages shapes --out "$OUT/h200-further.json" ;;

@@ -37,7 +37,7 @@ stage step 0 python3 -m treeattn bench step --out "$parts/step.json"
     stage sglang 0 python3 benchmarks/sglang_rows.py --source "$SOURCE" --git-rev "$REV" --out "$OUT/h200-sglang.json"
 ) &
 tests tests 15 "not weights and not csrc" &
-tests csrc 4 csrc &
+tests csrc 6 csrc &
 stage sweep 1 python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$parts/sweep" --jobs 8 &
 (
   stage sanitize 1 bash benchmarks/gpu.sh sanitize

@@ -33,38 +33,29 @@ struct Registers<3> {
 template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS>
 __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   static_assert(KEYS % 64 == 0 && HEAD_DIM % 64 == 0, "tiles are whole panels");
-  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
+  using Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>;
+  using Memory = typename Memories::Layout;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Memory& memory = *reinterpret_cast<Memory*>(shared_bytes);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = uniform(warp / 4);
+  Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> producer(p, memory);
 
   launch_dependents();
-  if (threadIdx.x == 0) {
+  if (uniform(warp) == 4 * CONSUMERS) producer.begin();  // the way to the first keys is the longest, and starts here
+  if (uniform(warp) == 0) {
     if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
-    for (int half = 0; half < 2 * STAGES; ++half) {
-      barrier_init(shared_address(&memory.full[half / 2][half % 2]), PRODUCER_ARRIVALS);
-      barrier_init(shared_address(&memory.empty[half / 2][half % 2]), 4 * CONSUMERS);
-    }
-    barrier_init(shared_address(&memory.q_full), Q_ARRIVALS);
-    barrier_init(shared_address(&memory.q_empty), 4 * CONSUMERS);
-    for (int item = 0; item < ITEMS; ++item) {
-      barrier_init(shared_address(&memory.item_full[item]), 1);
-      barrier_init(shared_address(&memory.item_empty[item]), 4 * CONSUMERS + 3);  // the first warp's item is its own
-      barrier_init(shared_address(&memory.boxes[item]), 1);
-      barrier_init(shared_address(&memory.edges[item]), 2);
-    }
+    for (u32 barrier = lane; barrier < Memories::BARRIERS; barrier += 32)
+      barrier_init(shared_address(memory.full) + 8 * barrier, Memories::arrivals(barrier));
     fence_async_proxy();
-    if (p.page_rows != 0) {
+    if (lane == 0 && p.page_rows != 0) {
       prefetch(p.k_map);
       prefetch(p.v_map);
     }
   }
   __syncthreads();
 
-  const int group = uniform(warp / 4);
   if (group == CONSUMERS) {
     give_registers<Registers<CONSUMERS>::PRODUCER>();
-    Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> producer(p, memory);
     producer.run();
   } else {
     take_registers<Registers<CONSUMERS>::CONSUMER>();

@@ -11,7 +11,7 @@
 
 #pragma once
 
-#include "ring.cuh"
+#include "merge.cuh"
 
 namespace treeattn {
 
@@ -24,7 +24,6 @@ struct Consumer {
   static constexpr bool ALL_Q = Q_STEPS == HEAD_DIM / 16;  // is in registers
   static constexpr bool WINDOW = (OPTIONS & OPTION_WINDOW) != 0, CAP = (OPTIONS & OPTION_CAP) != 0;
   static_assert(Q_STEPS % 4 == 0, "a panel of Q is in registers or in shared memory");
-  static constexpr float LN2 = 0.6931471805599453f;
   static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
   static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
 
@@ -35,17 +34,19 @@ struct Consumer {
   Place<STAGES> place;  // of the tile whose weights are to be multiplied with V
   Place<STAGES> v_place;  // of the tile whose V is being multiplied
   bool idle = false;    // none of this warp's 16 rows is there: it only takes part in the products
-  i32 local[2];   // this thread's two rows in the row tile
+  i32 upper;      // of this thread's two rows in the row tile
   float base[2];  // of the weights of these rows, base 2
   float sum[2];   // of the weights, this thread's columns only
 
   __device__ __forceinline__ Consumer(const AttentionParams& params, Memory& shared, int warpgroup, int warp_index,
                                       int lane_index)
       : p(params), memory(shared), group(warpgroup), warp(warp_index), lane(lane_index) {
-    local[0] = group * 64 + warp * 16 + lane / 4;
-    local[1] = local[0] + 8;
+    upper = group * 64 + warp * 16 + lane / 4;
     q_address = shared_address(memory.q[group]);
   }
+
+  // Its row in the row tile.
+  __device__ __forceinline__ i32 local(int half) const { return upper + 8 * half; }
 
   // K (half 0) or V (half 1) of the stage at `at` is there. What threads copied has to be made visible to wgmma; what
   // tensor copies wrote is.
@@ -68,9 +69,21 @@ struct Consumer {
     if (lane == 0) barrier_arrive(shared_address(&memory.q_empty));
   }
 
-  // Wait for the item's Q, and bring the first dims to registers.
-  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS]) {
-    barrier_wait(shared_address(&memory.q_full), place.q_phase());
+  // Wait for the item's Q, or copy this warp's rows of the first item's, and bring the first dims to registers.
+  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], const Cursor& at) {
+    if (place.item() == 0) {
+      const u32 thread = thread_in_block();
+      copy_rows<HEAD_DIM, 16>(copy_place<HEAD_DIM>(q_address, 64, thread % 128 / 32 * 16, thread % 32),
+                              q_row(p, at, thread / 32 * 16 + thread % 16), thread % 32);
+      copy_async_wait_all();
+      __syncwarp();
+      if (!ALL_Q) {
+        fence_async_proxy();
+        threads_sync<128>(5 + group);
+      }
+    } else {
+      barrier_wait(shared_address(&memory.q_full), place.q_phase());
+    }
     const u32 row = q_address + (warp * 16 + lane % 16) * 128;
 #pragma unroll
     for (int step = 0; step < Q_STEPS; ++step) {
@@ -135,15 +148,15 @@ struct Consumer {
       const u32 bound = unit + i >= at.edge_end || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const i32 row = at.row0 + local[half];
+        const i32 row = at.row0 + local(half);
         words[half][i] = bound;
         if (word >= 0 && bound != 0) {
-          const i64 node = at.first_row + row / p.group;
+          const i64 node = at.first_row + static_cast<i64>(row_node(p, row));
           words[half][i] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
         }
         if constexpr (WINDOW) {
           if (p.positions != nullptr && row < at.row_end) {
-            const i32 since = key_of_node(p, at, row / p.group) - p.window_left;
+            const i32 since = key_of_node(p, at, row_node(p, row)) - p.window_left;
             words[half][i] &= word < 0 ? from_bit(since - begin) : nodes_since(at, word, words[half][i], since);
           }
         }
@@ -258,15 +271,6 @@ struct Consumer {
     release(at, 1);
   }
 
-  // Give the sink of a row's head its weight; a row that saw nothing stays 0 and -inf. (Of parts, the merge does.)
-  __device__ __forceinline__ void add_sink(float& inverse, float& lse, i64 head) const {
-    const float sink = fminf(fmaxf(number_at(p.sinks, head, p.sinks_type), -1e37f), 1e37f) / LN2;  // not inf - inf
-    const float top = fmaxf(lse, sink);
-    const float all = top + log2_approx(exp2_approx(lse - top) + exp2_approx(sink - top));
-    inverse *= exp2_approx(lse - all);
-    if (p.sinks_in_lse != 0 && lse > -infinity()) lse = all;
-  }
-
   // Rows of a whole item to `out`, of a part to its partial slot.
   __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at) {
     // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
@@ -278,11 +282,12 @@ struct Consumer {
       total += __shfl_xor_sync(~0u, total, 2);
       float inverse = total > 0.f ? 1.f / total : 0.f;
       float lse = total > 0.f ? base[half] + log2_approx(total) : -infinity();
-      const i32 row = at.row0 + local[half];
+      const i32 row = at.row0 + local(half);
       if (row >= at.row_end) continue;
       if (at.whole) {
-        const i64 node = at.first_row + row / p.group, head = at.kv_head * p.group + row % p.group;
-        if (p.sinks != nullptr) add_sink(inverse, lse, head);
+        const u32 of_tree = row_node(p, row);
+        const i64 node = at.first_row + static_cast<i64>(of_tree), head = at.kv_head * p.group + (row - of_tree * p.group);
+        if (p.sinks != nullptr) add_sink(p, inverse, lse, head);
         u32* to = reinterpret_cast<u32*>(static_cast<unsigned short*>(p.out) + node * p.stride_out_row +
                                          head * p.stride_out_head) + lane % 4;
 #pragma unroll
@@ -290,13 +295,13 @@ struct Consumer {
           to[4 * j] = pack<T>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
         if (p.lse != nullptr && lane % 4 == 0) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
       } else {
-        // in the order of the fragments, 16 bytes a thread (the merge knows: treeattn/kernels/finish.py)
-        float* to = p.partial_out + (part_row + local[half]) * HEAD_DIM + lane % 4 * 4;
+        // in the order of the fragments, 16 bytes a thread (the merge knows)
+        float* to = p.partial_out + (part_row + local(half)) * HEAD_DIM + lane % 4 * 4;
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 8; j += 2)
           store_four(to + 8 * j, out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse,
                      out[4 * j + 4 + 2 * half] * inverse, out[4 * j + 5 + 2 * half] * inverse);
-        if (lane % 4 == 0) p.partial_lse[part_row + local[half]] = lse;
+        if (lane % 4 == 0) p.partial_lse[part_row + local(half)] = lse;
       }
     }
   }
@@ -357,8 +362,8 @@ struct Consumer {
     const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
     if (uniform(at.row0) + group * 64 >= uniform(at.row_end)) {
       // none of this warpgroup's rows is there
-      barrier_wait(shared_address(&memory.q_full), place.q_phase());
-        release_q();
+      if (place.item() > 0) barrier_wait(shared_address(&memory.q_full), place.q_phase());
+      release_q();
       for (i32 tile = 0; tile < tiles; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -373,7 +378,7 @@ struct Consumer {
     u32 q[4 * Q_STEPS], weights[KEYS / 4];
     float scores[KEYS / 2], out[HEAD_DIM / 2];
     idle = uniform(at.row0) + group * 64 + warp * 16 >= uniform(at.row_end);
-    load_q(q);
+    load_q(q, at);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
     base[0] = base[1] = LOWEST;
@@ -405,6 +410,7 @@ struct Consumer {
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       place.next_item();
     }
+    if (p.split == 0) Merge<T, HEAD_DIM, CONSUMERS, Memory>(p, memory).run();
   }
 };
 

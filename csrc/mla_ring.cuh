@@ -50,4 +50,9 @@ __device__ __forceinline__ i64 mla_part(const AttentionParams& p, const Cursor& 
   return static_cast<i64>(p.split > 0 ? at.place : 2 * blockIdx.x + (at.unit == 0)) * MLA_ROWS;
 }
 
+// Copy an item, a number a lane.
+__device__ __forceinline__ void copy_item(Cursor& to, const Cursor& from, u32 lane) {
+  if (lane < CURSOR_FIELDS) reinterpret_cast<i32*>(&to)[lane] = reinterpret_cast<const i32*>(&from)[lane];
+}
+
 }  // namespace treeattn

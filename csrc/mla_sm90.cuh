@@ -31,7 +31,10 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   launch_dependents();
-  if (warp == 1 && lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
+  if (warp == 1) {
+    wait_prerequisites();
+    if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
+  }
   if (threadIdx.x == 0) {
     if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
     for (int i = 0; i < LATENTS; ++i) {

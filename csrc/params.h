@@ -31,6 +31,8 @@ struct AttentionParams {
   float* partial_lse;   // [slots, tile rows], base 2
   const i32* work;      // [num_programs, 16], the plan: see treeattn/kernels/plan.py
   const i32* spans;     // [batch, 4]
+  u32* arrivals;        // [num_programs, 4], 0 between launches: see merge.cuh
+  const i32* row_request; // [total_q], request of each row, -1 behind the last
   const i32* qo_indptr; // [batch + 1]
   const u32* mask_words; // [total_q, num_words], bit j % 32 of word j / 32: the row sees node j
   const void* kv_indptr;  // [batch + 1], first page of each request in `table`; null: `table` is a block table
@@ -53,10 +55,12 @@ struct AttentionParams {
   i32 total_q;     // rows of q: what a replayed graph may touch, whatever the layout claims
   i32 num_words;   // 32-bit words of a row's mask
   i32 group;       // query heads of a KV head
+  u32 group_magic;  // ceil(2^31 / group): n / group is the upper half of 2 n * group_magic for n < 2^31 / group
   i32 kv_heads;
   i32 page_size;
   u32 page_magic;  // n / page_size is (n * page_magic) >> page_shift for n < 2^31
   i32 page_shift;
+  i32 zero_tail;   // 1: rows behind the last request are padding too
   i32 wide_table;  // 1: `table` is int64, 0: int32
   i32 wide_indptr; // the same of `kv_indptr`
   i32 wide_slots;  // the same of `tree_slots`

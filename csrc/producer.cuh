@@ -26,14 +26,13 @@ struct Producer {
   using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
   static constexpr int WARP_KEYS = KEYS / 4;
   static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
-  static constexpr int ROW_LANES = HEAD_DIM / 8;        // lanes that copy a row, 16 bytes each
   static constexpr u32 EDGE_WARPS = 2;
   static constexpr bool WINDOW = (OPTIONS & OPTION_WINDOW) != 0;
-  static constexpr int COPY_ROWS = 32 / ROW_LANES;      // rows of one copy of a warp
 
   const AttentionParams& p;
   Memory& memory;
   u32 warp = 0, lane = 0;
+  u32 pages = 0;  // the first warp's: lane r has the page of box r of the item's next 32
   Place<STAGES> place;
 
   __device__ __forceinline__ Producer(const AttentionParams& params, Memory& shared) : p(params), memory(shared) {}
@@ -65,30 +64,15 @@ struct Producer {
 #endif
   }
 
-  // Copy ROWS rows, of lane r the one at `address`, COPY_ROWS at a time. `to` is of this lane's part of the first copy; the
-  // swizzle's bits of later ones are disjoint from its.
-  template <int ROWS>
-  __device__ __forceinline__ void copy_rows(u32 to, u64 address) {
-#pragma unroll 1
-    for (u32 begin = 0; begin < ROWS; begin += 8, to += 8 * 128) {
-#pragma unroll
-      for (u32 row = 0; row < 8; row += COPY_ROWS) {
-        const u64 from = __shfl_sync(~0u, address, begin + row + lane / ROW_LANES);
-        copy_async_16((to ^ (row << 4)) + row * 128, (from & ~1ull) + lane % ROW_LANES * 16, from & 1 ? 0 : 16);
-      }
-    }
-  }
-
   // Copy the rows at `address` (of lane r: row r of this warp) to a half of the stage at `place`, as number `index` of the
   // warps that share the keys of a tile.
   template <u32 WARPS>
   __device__ __forceinline__ void copy(u64 address, u32 half, u32 index) {
     const u32 begin = wait_empty(half);
     find_thread();
-    const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
     spoil<WARPS>(begin, index);
     constexpr u32 ROWS = KEYS / WARPS;
-    copy_rows<ROWS>(begin + chunk / 8 * (KEYS * 128) + (index * ROWS + part) * 128 + ((chunk % 8 ^ part) << 4), address);
+    copy_rows<HEAD_DIM, ROWS>(copy_place<HEAD_DIM>(begin, KEYS, index * ROWS, lane), address, lane);
     const u32 barrier = shared_address(&memory.full[place.stage()][half]);
     copy_async_arrive(barrier);
     find_thread();
@@ -196,18 +180,20 @@ struct Producer {
     reload(pages, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
   }
 
+  // Page ids of the next 32 boxes.
+  __device__ __forceinline__ void find_boxes(const Cursor& at, u32 first) {
+    const u32 rows = p.page_rows, position = at.full_key + (first + lane) * rows;
+    if (rows != 0 && position < static_cast<u32>(at.full_key + at.full_tiles * KEYS))
+      pages = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+  }
+
   // Full tiles by tensor copies: a lane for each box of a half tile.
   __device__ __forceinline__ void full_boxes(const Cursor& at) {
     const u32 rows = p.page_rows, boxes = KEYS / rows, all = at.full_tiles * boxes;
     const u32 panel = lane / boxes, box = lane % boxes, head = at.kv_head;
-    u32 pages = 0;
 #pragma unroll 1
     for (u32 first = 0; first < all; first += boxes) {
-      // lane r has the page of box r of the next 32
-      if (first % 32 == 0) {
-        const u32 position = at.full_key + (first + lane) * rows;
-        if (first + lane < all) pages = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
-      }
+      if (seldom(first % 32 == 0 && first > 0)) find_boxes(at, first);
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
       const u32 position = at.full_key + (first + box) * rows, within = position - page_of(position) * p.page_size;
 #pragma unroll
@@ -247,18 +233,11 @@ struct Producer {
 
   // Q of the item, 32 rows a warp at a time; rows that are not there are 0.
   __device__ __forceinline__ void copy_q(const Cursor& at) {
-    barrier_wait(shared_address(&memory.q_empty), place.q_phase() ^ 1);
-    const u32 part = lane / ROW_LANES, chunk = lane % ROW_LANES;
+    barrier_wait(shared_address(&memory.q_empty), place.q_phase());
 #pragma unroll 1
-    for (u32 begin = (warp - 1) * 32; begin < 64 * CONSUMERS; begin += Q_ARRIVALS) {
-      const u32 row = at.row0 + begin + lane, node = row / p.group, head = at.kv_head * p.group + row % p.group;
-      u64 address = reinterpret_cast<u64>(p.q) +
-                    2 * ((at.first_row + static_cast<i64>(node)) * p.stride_q_row + static_cast<i64>(head) * p.stride_q_head);
-      if (static_cast<i32>(row) >= at.row_end) address = reinterpret_cast<u64>(p.q) | 1;
-      const u32 to = shared_address(memory.q[begin / 64]) + chunk / 8 * (64 * 128) + (begin % 64 + part) * 128 +
-                     ((chunk % 8 ^ part) << 4);
-      copy_rows<32>(to, address);
-    }
+    for (u32 begin = (warp - 1) * 32; begin < 64 * CONSUMERS; begin += Q_ARRIVALS)
+      copy_rows<HEAD_DIM, 32>(copy_place<HEAD_DIM>(shared_address(memory.q[begin / 64]), 64, begin % 64, lane),
+                              q_row(p, at, begin + lane), lane);
     copy_async_arrive(shared_address(&memory.q_full));
   }
 
@@ -281,24 +260,24 @@ struct Producer {
   // been read. It does if it waited for a place less than a round ago; one that left places to others asks those.
   __device__ __forceinline__ void item(const Cursor& at) {
     find_thread();
-    if (warp != 0) copy_q(at);
+    if (seldom(warp != 0 && place.item() > 0)) copy_q(at);  // the first item's Q is the consumers' own, who have nothing else to do
     find_thread();
     const bool edges = warp - 1 < EDGE_WARPS;
-    if (p.page_rows == 0) {
+    if (seldom(p.page_rows == 0)) {
       full_rows(at);
     } else {
       const u32 boxes = shared_address(&memory.boxes[place.item_slot()]);
       if (warp == 0) {
-        i32 passed = memory.walk.passed;
+        u32 passed = memory.passed;
         if (at.full_tiles > 0) {
           const Place<STAGES> before = {place.bits - place.ITEM};
-          if (passed >= STAGES) barrier_wait(shared_address(&memory.edges[before.item_slot()]), before.item_phase());
+          if (seldom(passed >= STAGES)) barrier_wait(shared_address(&memory.edges[before.item_slot()]), before.item_phase());
           full_boxes(at);
           passed = 0;
         }
         __syncwarp();
         if (lane == 0) {
-          memory.walk.passed = passed + at.tiles - at.full_tiles;
+          memory.passed = passed + at.tiles - at.full_tiles;
           barrier_arrive(boxes);
         }
       } else {
@@ -313,26 +292,72 @@ struct Producer {
     } else {
       place.skip(at.tiles - at.full_tiles);
     }
-    if (p.page_rows == 0) threads_sync<128>(4);
+    if (seldom(p.page_rows == 0)) threads_sync<128>(4);
   }
 
   // Hand the item at the cursor to the other warps.
   __device__ __forceinline__ void publish() {
     barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
+    if (lane < ITEM_LANES) {
+      const u32 at = lane * 16;
+      u32 part[4];
+      load_shared_16(part, shared_address(&memory.walk) + at);
+      store_shared_16(shared_address(&memory.items[place.item_slot()]) + at, part[0], part[1], part[2], part[3]);
+      barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
+    }
+    __syncwarp();
+  }
+
+  // Find the first item at or behind the walk, and where its first pages are.
+  __device__ __forceinline__ void find() {
     if (lane == 0) cursor_find<KEYS, 64 * CONSUMERS>(memory.walk, p);
     __syncwarp();
-    copy_item(memory.items[place.item_slot()], memory.walk, lane);
+    if (memory.walk.tiles != 0) find_boxes(memory.walk, 0);
+  }
+
+  // Padding rows of out become 0, their lse -inf: 32 rows of each block, and so on.
+  __device__ __forceinline__ void zero_padding() {
+#pragma unroll 1
+    for (u32 begin = blockIdx.x * 32; begin < static_cast<u32>(p.total_q); begin += gridDim.x * 32) {
+      find_thread();
+      u32 left = __ballot_sync(~0u, is_padding(begin + lane));
+#pragma unroll 1
+      for (; left != 0; left &= left - 1) zero_row(begin + __ffs(left) - 1);
+    }
+  }
+
+  __device__ __forceinline__ bool is_padding(u32 row) const {
+    if (row >= static_cast<u32>(p.total_q)) return false;
+    const i32 request = __ldg(p.row_request + row);
+    if (request < 0) return p.zero_tail != 0;
+    return static_cast<i32>(row) - __ldg(p.qo_indptr + request) >= p.spans[request * SPAN_FIELDS + SPAN_NODES];
+  }
+
+  __device__ __forceinline__ void zero_row(i64 row) {
+    find_thread();
+    u64 out = reinterpret_cast<u64>(p.out) + 2 * row * p.stride_out_row + 4 * lane;
+    u64 lse = reinterpret_cast<u64>(p.lse) + 4 * row * p.stride_lse_row;
+#pragma unroll 1
+    for (i32 head = p.group * p.kv_heads; head > 0; --head) {
+#pragma unroll
+      for (u32 pair = 0; pair < HEAD_DIM / 2; pair += 32) reinterpret_cast<u32*>(out)[pair] = 0;
+      if (p.lse != nullptr && lane == 0) *reinterpret_cast<float*>(lse) = -infinity();
+      out += 2 * p.stride_out_head;
+      lse += 4 * p.stride_lse_head;
+    }
+  }
+
+  // The first warp's, before the block's barriers are there.
+  __device__ __forceinline__ void begin() {
+    find_thread();
+    wait_prerequisites();
+    if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
+    if (lane == 0) memory.passed = memory.num_parts = 0;
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
+    find();
   }
 
   __device__ __forceinline__ void run() {
-    find_thread();
-    if (warp == 0) {
-      memory.walk.passed = 0;
-      if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
-      __syncwarp();
-    }
     for (;;) {
       find_thread();
       if (warp == 0)
@@ -340,6 +365,7 @@ struct Producer {
       else
         barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());
       const Cursor& at = memory.items[place.item_slot()];
+      if (seldom(warp == 3 && place.item() == 0)) zero_padding();
       if (at.tiles == 0) break;
       item(at);
       find_thread();
@@ -347,8 +373,12 @@ struct Producer {
       if (warp != 0) {
         if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       } else {
-        if (lane == 0) cursor_advance<64 * CONSUMERS>(memory.walk, p);
-        __syncwarp();
+        if (lane == 0) {
+          // a cut item is merged behind the last one, when the other blocks are about as far
+          if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
+          cursor_advance<64 * CONSUMERS>(memory.walk, p);
+        }
+        find();
       }
       place.next_item();
     }

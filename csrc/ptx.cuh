@@ -24,12 +24,16 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 // Ends the grid with an error.
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
-// Thread of its warpgroup. Read anew each time: a value that is kept would hold a register where there are few.
-__device__ __forceinline__ u32 thread_in_group() {
+// Thread of its block, of its warpgroup. Read anew each time: a value that is kept would hold a register where there are few.
+__device__ __forceinline__ u32 thread_in_block() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread % 128;
+  return thread;
 }
+__device__ __forceinline__ u32 thread_in_group() { return thread_in_block() % 128; }
+
+// What is not so on the way to the first keys: code elsewhere, so that the way is straight and its instructions are there.
+__device__ __forceinline__ bool seldom(bool condition) { return __builtin_expect(condition, false); }
 
 // Lane 0's number, which the compiler then knows to be the same in all lanes.
 template <class T>
@@ -179,6 +183,56 @@ __device__ __forceinline__ void give_registers() {
 
 // The next kernel of the stream may be launched as soon as every block has come here.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// The kernels before in the stream are done, and what they have written is there.
+__device__ __forceinline__ void wait_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// --- between blocks -------------------------------------------------------------------------------------------------
+
+// Add to a word; what this block has written before is seen by whom the sum is. Returns the word as it was.
+__device__ __forceinline__ u32 add_release(u32* word, u32 number) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(number) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ u32 load_acquire(const u32* word) {
+  u32 number;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(word) : "memory");
+  return number;
+}
+
+__device__ __forceinline__ void store_relaxed(u32* word, u32 number) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(number) : "memory");
+}
+
+// What other blocks have written, if it is there: not from L1.
+__device__ __forceinline__ void load_four(float (&to)[4], const float* from, bool there) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
+      "@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
+      : "l"(from), "r"(static_cast<int>(there))
+      : "memory");
+}
+
+// The same of one number, else another.
+__device__ __forceinline__ float load_one(const float* from, bool there, float other) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
+      "@p ld.global.cg.f32 %0, [%1];\n\t}"
+      : "+f"(other)
+      : "l"(from), "r"(static_cast<int>(there))
+      : "memory");
+  return other;
+}
+
+// Time since some beginning.
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
 
 // --- numbers --------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ namespace treeattn {
 
 constexpr u32 ITEMS = 4;  // that the walk along the plan may be ahead; a power of two
 constexpr u32 Q_ARRIVALS = 96;  // threads that copy Q
+constexpr u32 ITEM_LANES = 8;   // that hand over an item, 16 bytes each
 constexpr u32 PRODUCER_ARRIVALS = 128;  // each thread's copies arrive by themselves; a tensor copy's thread for all
 constexpr u32 PANEL_COLUMNS = 64;
 constexpr int OPTION_WINDOW = 1, OPTION_CAP = 2;  // of a kernel, added up; what others cost is outside its loop
@@ -36,7 +37,21 @@ struct Shared {
     u64 boxes[ITEMS];  // all tensor copies of the item have been asked for
     u64 edges[ITEMS];  // and all copies of its edge tiles
     Cursor walk, items[ITEMS];
+    u32 passed;       // tiles that the producer's first warp has left to others since it last waited for one
+    Part parts[2];    // of items that are cut, where the block begins and where it ends
+    u32 num_parts, verdicts[2], behind;
   };
+  static constexpr u32 BARRIERS = 4 * STAGES + 2 + 4 * ITEMS;
+
+  // Arrivals that a barrier takes, by its number from `full` on.
+  static __device__ __forceinline__ u32 arrivals(u32 barrier) {
+    const i32 of_q = barrier - 4 * STAGES, of_item = of_q - 2;
+    if (of_q < 0) return barrier < 2 * STAGES ? PRODUCER_ARRIVALS : 4 * CONSUMERS;
+    if (of_item < 0) return of_q == 0 ? Q_ARRIVALS : 4 * CONSUMERS;
+    if (of_item < static_cast<i32>(2 * ITEMS))
+      return of_item < static_cast<i32>(ITEMS) ? ITEM_LANES : 4 * CONSUMERS + 3;  // the first warp's item is its own
+    return of_item < static_cast<i32>(3 * ITEMS) ? 1 : 2;
+  }
 };
 
 // Position in the ring, of a producer or of a consumer, in one register: the stage; how often it has come round, modulo
@@ -50,7 +65,8 @@ struct Place {
   __device__ __forceinline__ u32 phase() const { return bits / ROUND % 2; }
   __device__ __forceinline__ u32 item_slot() const { return bits / ITEM % ITEMS; }
   __device__ __forceinline__ u32 item_phase() const { return bits / (ITEM * ITEMS) % 2; }
-  __device__ __forceinline__ u32 q_phase() const { return bits / ITEM % 2; }
+  __device__ __forceinline__ u32 item() const { return bits / ITEM; }
+  __device__ __forceinline__ u32 q_phase() const { return (item() + 1) % 2; }  // of the Q before; the first item's is not copied here
   __device__ __forceinline__ void next_item() { bits += ITEM; }
   __device__ __forceinline__ Place next() const {
     return {bits % ROUND == STAGES - 1 ? (bits ^ ROUND) - (STAGES - 1) : bits + 1};
@@ -61,9 +77,33 @@ struct Place {
   }
 };
 
-// Copy an item, a number a lane.
-__device__ __forceinline__ void copy_item(Cursor& to, const Cursor& from, u32 lane) {
-  if (lane < CURSOR_FIELDS) reinterpret_cast<i32*>(&to)[lane] = reinterpret_cast<const i32*>(&from)[lane];
+// Copy ROWS rows of numbers of 16 bits to a panel in the swizzle, of lane r the one at `address`. `to` is of this lane's
+// part of the first copy; the swizzle's bits of later ones are disjoint from its. Bit 0 of an address: the row is 0.
+template <int HEAD_DIM, int ROWS>
+__device__ __forceinline__ void copy_rows(u32 to, u64 address, u32 lane) {
+  constexpr u32 LANES = HEAD_DIM / 8, AT_ONCE = 32 / LANES;  // lanes of a row, 16 bytes each; rows of a copy
+#pragma unroll 1
+  for (u32 begin = 0; begin < ROWS; begin += 8, to += 8 * 128) {
+#pragma unroll
+    for (u32 row = 0; row < 8; row += AT_ONCE) {
+      const u64 from = __shfl_sync(~0u, address, begin + row + lane / LANES);
+      copy_async_16((to ^ (row << 4)) + row * 128, (from & ~1ull) + lane % LANES * 16, from & 1 ? 0 : 16);
+    }
+  }
+}
+
+// Where a lane's part of the first copy to rows from `row` on goes, a multiple of 8, in a tile of `all` rows.
+template <int HEAD_DIM>
+__device__ __forceinline__ u32 copy_place(u32 tile, u32 all, u32 row, u32 lane) {
+  const u32 part = lane / (HEAD_DIM / 8), chunk = lane % (HEAD_DIM / 8);
+  return tile + chunk / 8 * (all * 128) + (row + part) * 128 + ((chunk % 8 ^ part) << 4);
+}
+
+// Address of a row of Q, given its number in the item's row tile.
+__device__ __forceinline__ u64 q_row(const AttentionParams& p, const Cursor& at, u32 local) {
+  const u32 row = at.row0 + local, node = row_node(p, row), head = at.kv_head * p.group + (row - node * p.group);
+  const i64 place = (at.first_row + static_cast<i64>(node)) * p.stride_q_row + static_cast<i64>(head) * p.stride_q_head;
+  return static_cast<i32>(row) < at.row_end ? reinterpret_cast<u64>(p.q) + 2 * place : reinterpret_cast<u64>(p.q) | 1;
 }
 
 }  // namespace treeattn

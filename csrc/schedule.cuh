@@ -14,7 +14,7 @@
 namespace treeattn {
 
 constexpr i32 EDGE_KEYS = 32;  // of an edge unit: one mask word a row
-constexpr i32 WORK_FIELDS = 16, SPAN_FIELDS = 4;
+constexpr i32 WORK_FIELDS = 16, SPAN_FIELDS = 4, SPAN_NODES = 3;
 constexpr i32 PART_PREFIX = 1;
 
 __device__ __forceinline__ i32 least(i32 a, i32 b) { return a < b ? a : b; }
@@ -25,6 +25,7 @@ __device__ __forceinline__ i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; 
 struct alignas(16) Cursor {
   // As the plan's record of the block; `unit` and `left` count splits in batch-invariant mode, `place` is on the line.
   i32 request, kv_head, row_tile, unit, left, nodes, prefix, first_row, row_tiles, tile_rows, zero, lane, first, full, place;
+  i32 share;  // of each block, in units or splits
 
   // The part of the item that is this block's.
   i32 full_key;              // where its full tiles begin
@@ -40,9 +41,13 @@ struct alignas(16) Cursor {
   i32 present;               // nodes that there are
   i32 row0, row_end;         // packed rows of the request and KV head
   i32 prefix_len;            // if there is a window: what positions are counted from
-  i32 passed;                // the producer's: tiles that its first warp has left to others since it last waited for one
 };
-constexpr i32 PLANNED_FIELDS = 15, CURSOR_FIELDS = sizeof(Cursor) / sizeof(i32);
+constexpr i32 PLANNED_FIELDS = 16, CURSOR_FIELDS = sizeof(Cursor) / sizeof(i32);
+
+// Node of a packed row of a request and KV head.
+__device__ __forceinline__ u32 row_node(const AttentionParams& p, u32 row) {
+  return __umulhi(2 * row, p.group_magic);
+}
 
 // Where the nodes of a request are, counted as the keys of its prefix are.
 __device__ __forceinline__ i32 key_of_node(const AttentionParams& p, const Cursor& at, i32 node) {
@@ -83,6 +88,19 @@ __device__ __forceinline__ void cursor_place(Cursor& at, const AttentionParams& 
   at.row0 = row0;
   at.row_end = least(row0 + at.tile_rows, present * p.group);
   if (p.positions != nullptr) at.prefix_len = p.prefix_lens[at.request];
+}
+
+// What a block has computed of an item that is cut, and which blocks have the rest (merge.cuh).
+struct Part {
+  i32 first_block, blocks;  // that share the item
+  i32 first_row, kv_head, row0, rows;
+};
+
+// The part at the cursor of a block; not in batch-invariant mode.
+__device__ __forceinline__ Part part_of(const Cursor& at, i32 block) {
+  const i32 in_front = at.unit > 0 ? 0 : at.share - at.left;  // units of this block before the item
+  const i32 first = block - ceil_div(at.unit, at.share), last = block + (in_front + at.units - 1 - at.unit) / at.share;
+  return {first, last - first + 1, at.first_row, at.kv_head, at.row0, at.row_end - at.row0};
 }
 
 // Past the part at the cursor (or past a request without any): splits, row tiles of a KV head, KV heads, requests.

@@ -121,7 +121,7 @@ def test_nbytes_follows_the_written_formula(batch: int, q_len: int, rows: int | 
         dtype, per_kv_head = group.get("dtype", torch.bfloat16), group["num_qo_heads"] // group["num_kv_heads"]
         config = select_config(90, dtype, per_kv_head, group["head_dim"], q_len)
         programs = 132 * config.programs_per_sm
-        expected += 8 * programs * config.block_m * (group["head_dim"] + 1) + 64 * programs + 20 * batch + 20
+        expected += 8 * programs * config.block_m * (group["head_dim"] + 1) + 80 * programs + 20 * batch + 20
     assert StaticBuffers.nbytes(batch, q_len, rows, groups=groups) == expected
 
 
@@ -129,5 +129,5 @@ def test_nbytes_of_a_cuda_group_counts_its_own_tiles() -> None:
     group: dict[str, Any] = {"num_qo_heads": 64, "num_kv_heads": 8, "head_dim": 128}
     layout = StaticBuffers.nbytes(4, 17)
     # 17 nodes of 8 heads are one tile of 192 rows, of which an H200 has a program an SM
-    expected = 8 * 132 * 192 * 129 + 64 * 132 + 20 * 4 + 20
+    expected = 8 * 132 * 192 * 129 + 80 * 132 + 20 * 4 + 20
     assert StaticBuffers.nbytes(4, 17, groups=[{**group, "backend": "cuda"}]) - layout == expected

@@ -32,6 +32,7 @@ class PlanBuffers:
     item_start: Tensor
     spans: Tensor
     share: Tensor
+    arrivals: Tensor
     partial_out: Tensor
     partial_lse: Tensor
 
@@ -46,6 +47,7 @@ class PlanBuffers:
             "item_start": ((batch + 1,), torch.int32),
             "spans": ((max(batch, 1), 4), torch.int32),
             "share": ((4,), torch.int32),
+            "arrivals": ((num_programs, 4), torch.int32),
             "partial_out": ((slots, block_m, head_dim), torch.float32),
             "partial_lse": ((slots, block_m), torch.float32),
         }

@@ -38,7 +38,6 @@ SPILL_EXCEPTIONS: dict[str, tuple[int, str]] = {
         "products on the CUDA cores, unrolled: ptxas orders thousands of them; 16 rows spill too; not measured",
     ),
     "triton-*/sm_*/attention-fp32-d256-*": (64, "as fp32-d128"),
-    "triton-*/sm_8[069]/attention-fp32-d32-*": (16, "as fp32-d128"),
     "triton-*/sm_*/attention-*-gemma": (850, "the accumulator of 256 dims beside a soft cap; not measured"),
     "triton-*/sm_*/attention-*-fp8": (
         288,

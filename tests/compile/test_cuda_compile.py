@@ -1,4 +1,7 @@
-"""The CUDA kernels compile with nvcc for sm_90a: no spills, no serialised wgmma; logs registers, shared memory."""
+"""The CUDA kernels compile with nvcc for sm_90a: no spills, no serialised wgmma; logs registers, shared memory.
+
+A source is compiled once for all that is asked of its machine code.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,7 @@ from treeattn.cuda.build import NVCC_OPTIONS, KernelShape, find_nvcc, kernels_in
 SHARED_LIMIT = 227 * 1024
 SHARED_OF_SM, RESERVED = 228 * 1024, 1024
 SOURCES = sorted(path.name for path in source_dir().glob("*.cu"))
-BUILDS = {
-    "plain": (),
-    "canary": ("TREEATTN_CANARY=1", "TREEATTN_DELAY=1", "TREEATTN_TRAP_AFTER=3000000"),
-}
+CANARY = ("TREEATTN_CANARY=1", "TREEATTN_DELAY=1", "TREEATTN_TRAP_AFTER=3000000")
 COMPLAINTS = re.compile(r"C75\d\d|setmaxnreg|warning|error", re.IGNORECASE)
 """C7508: setmaxnreg ignored; C7510 to C7520: wgmma serialised, one reason each."""
 
@@ -34,13 +34,11 @@ def kernels_of(log: str) -> dict[str, tuple[int, int]]:
     return {name: (int(stores) + int(loads), int(registers)) for name, stores, loads, registers in found}
 
 
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("source", SOURCES)
-def test_compiles_without_spills_or_serialised_products(
-    source: str, build: str, tmp_path: Path, record_property: Callable[[str, object], None]
+def compile_without_spills_or_serialised_products(
+    source: str, macros: tuple[str, ...], cubin: Path, record: Callable[[str, object], None]
 ) -> None:
-    options = [*NVCC_OPTIONS, "-Xptxas", "-v,-warn-spills,-warn-lmem-usage", *(f"-D{macro}" for macro in BUILDS[build])]
-    command = [str(find_nvcc()), *options, "-o", str(tmp_path / "out.cubin"), str(source_dir() / source)]
+    options = [*NVCC_OPTIONS, "-Xptxas", "-v,-warn-spills,-warn-lmem-usage", *(f"-D{macro}" for macro in macros)]
+    command = [str(find_nvcc()), *options, "-o", str(cubin), str(source_dir() / source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log
@@ -49,17 +47,27 @@ def test_compiles_without_spills_or_serialised_products(
     kernels = kernels_of(log)
     assert sorted(kernels) == sorted(kernels_in(source))
     for name, (spilled, registers) in kernels.items():
-        record_property("kernel", f"{build} {name}: {registers} registers at launch, {spilled} bytes spilled")
+        record("kernel", f"{cubin.stem} {name}: {registers} registers at launch, {spilled} bytes spilled")
         assert spilled == 0
 
 
-def disassembled(source: str, folder: Path) -> dict[str, list[tuple[int, str]]]:
+@pytest.mark.parametrize("source", SOURCES)
+def test_plain_build(source: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    cubin = tmp_path / "plain.cubin"
+    compile_without_spills_or_serialised_products(source, (), cubin, record_property)
+    if source.startswith("attention"):
+        exponentials_run_under_a_product(source, cubin)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_canary_build(source: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    compile_without_spills_or_serialised_products(source, CANARY, tmp_path / "canary.cubin", record_property)
+
+
+def disassembled(cubin: Path) -> dict[str, list[tuple[int, str]]]:
     """Machine instructions by kernel, with their addresses."""
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    cubin = folder / "plain.cubin"
-    command = [str(find_nvcc()), *NVCC_OPTIONS, "-o", str(cubin), str(source_dir() / source)]
-    subprocess.run(command, check=True, capture_output=True)
     text = subprocess.run([tool, "-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
     kernels: dict[str, list[tuple[int, str]]] = {}
     for line in text.splitlines():
@@ -76,11 +84,10 @@ def target_of(instruction: str) -> int | None:
     return int(found[1], 16) if found else None
 
 
-@pytest.mark.parametrize("source", [source for source in SOURCES if source.startswith("attention")])
-def test_exponentials_run_under_a_product(source: str, tmp_path: Path) -> None:
+def exponentials_run_under_a_product(source: str, cubin: Path) -> None:
     """Behind the wait for Q K^T, with P V still on its way, come the exponentials of a tile, and a wait for P V only on
     the way that moves the bases, which most tiles jump over."""
-    for name, code in disassembled(source, tmp_path).items():
+    for name, code in disassembled(cubin).items():
         shape = kernels_in(source)[name]
         assert isinstance(shape, KernelShape)
         keys = shape.keys

@@ -1,4 +1,4 @@
-// csrc/ptx.cuh for the host: the same functions, each GPU thread a fiber, one block at a time.
+// csrc/ptx.cuh for the host: the same functions, each GPU thread a fiber. A block runs until it waits for another.
 //
 // For tests of the kernels' logic without a GPU: indices, phases of barriers, masks, the walk, what is copied when. A
 // copy happens when it is waited for, no earlier; a product happens when it is issued, so that a slot which is given back
@@ -12,12 +12,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include <ucontext.h>
 
 #define __device__
-#define __global__
+#define __global__ inline  // no code for a kernel that nobody calls
 #define __shared__
 #define __forceinline__ inline
 #define __align__(bytes)
@@ -29,7 +30,7 @@
 struct Index {
   unsigned x;
 };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 
 namespace treeattn {
 
@@ -51,27 +52,59 @@ struct Copy {
 struct Fiber {
   ucontext_t context;
   jmp_buf here;
-  std::vector<char> stack;
+  std::unique_ptr<char[]> stack;
   bool started = false, done = false;
   u32 waits_at = 0;  // a barrier
   std::vector<Copy> open;
 };
 
-inline Fiber fibers[MOST_THREADS];
+// Threads that meet: each leaves a value and goes on once all have.
+template <int SIZE, class Value>
+struct Meeting {
+  int arrived = 0;
+  u32 held = 0, kind = 0;
+  Value left[2][SIZE];
+
+  const Value* meet(int me, const Value& value, u32 what);
+};
+
+// What a thread brings to a product: its numbers of A, or a descriptor of it, and a descriptor of B.
+struct Share {
+  float a[4][2];
+  u64 in_shared, b;
+};
+
+struct Named {
+  int arrived = 0, threads = 0;
+  u32 held = 0;
+};
+
+// A multiprocessor: what a block has while it runs, and its shared memory while another runs.
+struct Machine {
+  Fiber fibers[MOST_THREADS];
+  Meeting<32, u64> warps[MOST_THREADS / 32];
+  Meeting<128, Share> warpgroups[MOST_THREADS / 128];
+  Named named[17];  // the last is of __syncthreads
+  std::vector<unsigned char> memory;
+  u32 block, round = 0, sloth[MOST_THREADS / 32] = {};
+  bool waits = false;  // for another block
+};
+
+inline Machine* machine;
 inline jmp_buf scheduler;
-inline ucontext_t first_context;
 inline int running;
 inline void (*body)();
+inline u32 turn;       // of a warp: the others stand still
 inline long progress;  // barriers passed and meetings held; none in a whole round of fibers means that all hang
 
 inline void enter() {
   body();
-  fibers[running].done = true;
+  machine->fibers[running].done = true;
   _longjmp(scheduler, 1);
 }
 
 inline void yield() {
-  if (_setjmp(fibers[running].here) == 0) _longjmp(scheduler, 1);
+  if (_setjmp(machine->fibers[running].here) == 0) _longjmp(scheduler, 1);
   threadIdx.x = running;
 }
 
@@ -86,106 +119,102 @@ constexpr int MOST_IDLE_ROUNDS = 2000;  // without progress: all hang
 
 inline void tell(int threads);
 
-inline bool run_block(int threads, void (*kernel)()) {
-  body = kernel;
-  u32 sloth[MOST_THREADS / 32] = {}, round = 0;
-  int idle_rounds = 0;
+enum Outcome { DONE, WAITS, HANGS };
+
+inline void prepare(Machine& made, u32 block, int threads) {
+  made.block = block;
   for (int i = 0; i < threads; ++i) {
-    Fiber& fiber = fibers[i];
-    fiber.stack.resize(STACK);
-    fiber.started = fiber.done = false;
-    fiber.open.clear();
+    Fiber& fiber = made.fibers[i];
+    fiber.stack.reset(new char[STACK]);
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = STACK;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
   }
-  for (;; ++round) {
+}
+
+// Run the machine's block until it is done, or waits for another.
+inline Outcome run_block(int threads) {
+  u32* sloth = machine->sloth;
+  int idle_rounds = 0;
+  blockIdx.x = machine->block;
+  for (;; ++machine->round) {
     long before = progress;
     bool all = true;
+    machine->waits = false;
     for (int warp = 0; warp < threads / 32; ++warp) {
-      if (round % 64 == 0) sloth[warp] = schedule_seed == 0 ? 0 : draw() % 4 == 0 ? 31 : draw() % 8;
+      turn += 1;
+      if (machine->round % 64 == 0) sloth[warp] = schedule_seed == 0 ? 0 : draw() % 4 == 0 ? 31 : draw() % 8;
       const bool rests = sloth[warp] != 0 && draw() % 32 < sloth[warp];
       for (int i = 32 * warp; i < 32 * warp + 32; ++i) {
-        if (fibers[i].done) continue;
+        if (machine->fibers[i].done) continue;
         all = false;
         if (rests) continue;
         running = i;
         threadIdx.x = i;
         if (_setjmp(scheduler) == 0) {
-          if (fibers[i].started) _longjmp(fibers[i].here, 1);
-          fibers[i].started = true;
-          setcontext(&fibers[i].context);
+          if (machine->fibers[i].started) _longjmp(machine->fibers[i].here, 1);
+          machine->fibers[i].started = true;
+          setcontext(&machine->fibers[i].context);
         }
-        progress += fibers[running].done;
+        progress += machine->fibers[running].done;
       }
     }
-    if (all) return true;
+    if (all) return DONE;
     idle_rounds = progress == before ? idle_rounds + 1 : 0;
+    if (machine->waits && idle_rounds >= 8) return WAITS;
     if (idle_rounds == MOST_IDLE_ROUNDS) {
       tell(threads);
-      return false;
+      return HANGS;
     }
   }
 }
 
-// Threads that meet: each leaves a value and goes on once all have.
 template <int SIZE, class Value>
-struct Meeting {
-  int arrived = 0;
-  u32 held = 0, kind = 0;
-  Value left[2][SIZE];
-
-  const Value* meet(int me, const Value& value, u32 what) {
-    const u32 mine = held;
-    if (arrived == 0) kind = what;
-    if (kind != what) {
-      std::fprintf(stderr, "thread %d does %u where others do %u\n", running, what, kind);
-      std::abort();
-    }
-    left[mine % 2][me] = value;
-    if (++arrived == SIZE) {
-      arrived = 0;
-      held += 1;
-      progress += 1;
-    } else {
-      while (held == mine) yield();
-    }
-    return left[mine % 2];
+const Value* Meeting<SIZE, Value>::meet(int me, const Value& value, u32 what) {
+  const u32 mine = held;
+  if (arrived == 0) kind = what;
+  if (kind != what) {
+    std::fprintf(stderr, "thread %d does %u where others do %u\n", running, what, kind);
+    std::abort();
   }
-};
+  left[mine % 2][me] = value;
+  if (++arrived == SIZE) {
+    arrived = 0;
+    held += 1;
+    progress += 1;
+  } else {
+    while (held == mine) yield();
+  }
+  return left[mine % 2];
+}
 
-struct Fragment {
-  u32 a[4];
-};
+// At a barrier so many threads meet; another number at the same time is undefined on a chip.
+inline void named_meet(int id, int threads) {
+  Named& at = machine->named[id];
+  if (at.arrived != 0 && at.threads != threads) {
+    std::fprintf(stderr, "barrier %d is waited at by %d and by %d threads\n", id, at.threads, threads);
+    std::abort();
+  }
+  const u32 mine = at.held;
+  at.threads = threads;
+  if (++at.arrived == threads) {
+    at.arrived = 0;
+    at.held += 1;
+    progress += 1;
+  } else {
+    while (at.held == mine) yield();
+  }
+}
 
-inline Meeting<32, u64> warps[MOST_THREADS / 32];
-inline Meeting<128, Fragment> warpgroups[MOST_THREADS / 128];
-struct Named {
-  Meeting<64, u64> pair;
-  Meeting<128, u64> whole;
-};
-inline Named named[16];
-
-inline const u64* warp_meets(u64 value, u32 what) { return warps[running / 32].meet(running % 32, value, what); }
+inline const u64* warp_meets(u64 value, u32 what) { return machine->warps[running / 32].meet(running % 32, value, what); }
 
 }  // namespace treeattn
 
 inline void __syncwarp() { treeattn::warp_meets(0, 1); }
-inline void __syncthreads() {
-  // once, behind the setting up: counted by hand
-  static int arrived, held;
-  const int mine = held;
-  extern int block_threads;
-  if (++arrived == block_threads) {
-    arrived = 0;
-    held += 1;
-    treeattn::progress += 1;
-  } else {
-    while (held == mine) treeattn::yield();
-  }
-}
+extern int block_threads;
+inline void __syncthreads() { treeattn::named_meet(16, block_threads); }
 template <class T>
 inline T __shfl_sync(unsigned, T value, unsigned lane) {
   treeattn::u64 bits = 0;
@@ -209,6 +238,13 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
   return bits;
 }
+inline unsigned __ballot_sync(unsigned, bool value) {
+  const treeattn::u64* all = treeattn::warp_meets(value, 8);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i] != 0) << i;
+  return bits;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<treeattn::u64>(a) * b >> 32; }
 inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value)); }
 template <class T>
 inline T __ldg(const T* from) {
@@ -221,6 +257,8 @@ namespace treeattn {
   std::fprintf(stderr, "trap\n");
   std::abort();
 }
+inline bool seldom(bool condition) { return condition; }
+inline u32 thread_in_block() { return running; }
 inline u32 thread_in_group() { return running % 128; }
 inline u32 shared_address(const void* pointer) {
   return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared_bytes);
@@ -262,17 +300,17 @@ inline void barrier_expect(u32 barrier, u32 bytes) {
   barrier_arrive(barrier);
 }
 inline void barrier_wait(u32 barrier, u32 parity) {
-  fibers[running].waits_at = barrier;
+  machine->fibers[running].waits_at = barrier;
   while (barrier_at(barrier).completed % 2 == parity) yield();
-  fibers[running].waits_at = 0;
+  machine->fibers[running].waits_at = 0;
 }
 inline bool barrier_passed(u32 barrier, u32 parity) { return barrier_at(barrier).completed % 2 != parity; }
 // At a standstill: where the first lane of each warp waits, and what is missing there.
 inline void tell(int threads) {
   for (int i = 0; i < threads; i += 32) {
-    const u32 at = fibers[i].waits_at;
+    const u32 at = machine->fibers[i].waits_at;
     std::fprintf(stderr, "warp %d: done %d, barrier at byte %u: %d of %d missing, completed %d, %d bytes\n", i / 32,
-                 fibers[i].done, at, barrier_at(at).missing, barrier_at(at).wanted, barrier_at(at).completed,
+                 machine->fibers[i].done, at, barrier_at(at).missing, barrier_at(at).wanted, barrier_at(at).completed,
                  barrier_at(at).bytes);
   }
 }
@@ -284,10 +322,10 @@ inline void copy_now(const Copy& copy) {
   else
     std::memset(shared_bytes + copy.to, 0, 16);
 }
-inline void copy_async_16(u32 to, u64 from, u32 bytes) { fibers[running].open.push_back({to, from, bytes}); }
+inline void copy_async_16(u32 to, u64 from, u32 bytes) { machine->fibers[running].open.push_back({to, from, bytes}); }
 inline void copy_async_wait_all() {
-  for (const Copy& copy : fibers[running].open) copy_now(copy);
-  fibers[running].open.clear();
+  for (const Copy& copy : machine->fibers[running].open) copy_now(copy);
+  machine->fibers[running].open.clear();
 }
 // The words of a map here: address, shape (4, innermost first), byte strides (3), box (4). 16-bit numbers.
 inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page, u32 barrier) {
@@ -309,8 +347,8 @@ inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, 
 }
 inline void prefetch(const TensorMap&) {}
 inline void copy_async_arrive(u32 barrier) {
-  for (const Copy& copy : fibers[running].open) copy_now(copy);
-  fibers[running].open.clear();
+  for (const Copy& copy : machine->fibers[running].open) copy_now(copy);
+  machine->fibers[running].open.clear();
   barrier_arrive(barrier);
 }
 inline void reload(u32& number, const u32* from, bool there) {
@@ -344,6 +382,30 @@ inline void take_registers() {}
 template <int COUNT>
 inline void give_registers() {}
 inline void launch_dependents() {}
+inline void wait_prerequisites() {}
+
+// --- between blocks
+
+inline u32 add_release(u32* word, u32 number) {
+  const u32 before = *word;
+  *word += number;
+  progress += 1;
+  return before;
+}
+// Somebody waits for what another block writes, mostly.
+inline u32 load_acquire(const u32* word) {
+  machine->waits = true;
+  yield();
+  return *word;
+}
+inline void store_relaxed(u32* word, u32 number) { *word = number; }
+inline void load_four(float (&to)[4], const float* from, bool there) {
+  if (there) std::memcpy(to, from, 16);
+}
+inline float load_one(const float* from, bool there, float other) { return there ? *from : other; }
+// Now and then, much time has passed.
+inline u64 now;
+inline u64 nanoseconds() { return now += schedule_seed != 0 && draw() % 64 == 0 ? 10000000 : 1; }
 
 inline float infinity() { return INFINITY; }
 inline float exp2_approx(float x) { return std::exp2(x); }
@@ -397,19 +459,9 @@ inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING>
 inline void wgmma_wait() {}
-// A barrier with the number of threads that it is for: on a chip another number at the same time is undefined.
 template <int THREADS>
 inline void threads_sync(int id) {
-  static_assert(THREADS == 64 || THREADS == 128, "warps 1 and 2, or all");
-  Named& at = named[id];
-  if ((THREADS == 64 ? at.whole.arrived : at.pair.arrived) != 0) {
-    std::fprintf(stderr, "barrier %d is waited at by 64 and by 128 threads\n", id);
-    std::abort();
-  }
-  if (THREADS == 64)
-    at.pair.meet(running % 128 - 32, 0, 9);
-  else
-    at.whole.meet(running % 128, 0, 9);
+  named_meet(id, THREADS);
 }
 template <int COUNT>
 inline void pin(float (&)[COUNT]) {}
@@ -432,46 +484,61 @@ inline float operand_number(u64 descriptor, int k, int line, bool across) {
   return wide<T>(bits);
 }
 
+typedef float Four __attribute__((vector_size(16)));
+
+// Operands of a product as floats: a warp's 16 rows of A, and B, read once in a turn of the warp.
+struct Operands {
+  u32 turn;
+  const Share* of;
+  float a[16][16];
+  Four b[4][16][16];  // by thread of four and block of 8 columns: two numbers of B's row k, for both rows of A
+};
+inline Operands operands;
+
 template <class T, int N, int ACROSS>
 struct Product {
-  // All of b, by column: the first thread of a warpgroup that comes here behind a meeting reads it for all.
-  static const float* columns(u64 b) {
-    static float numbers[MOST_THREADS / 128][N * 16];
-    static u32 read_at[MOST_THREADS / 128];
-    const int group = running / 128;
-    if (read_at[group] != warpgroups[group].held) {
-      read_at[group] = warpgroups[group].held;
-      for (int column = 0; column < N; ++column)
-        for (int k = 0; k < 16; ++k) numbers[group][column * 16 + k] = operand_number<T>(b, k, column, ACROSS);
-    }
-    return numbers[group];
+  static void read(const Share* all) {
+    const Share& mine = all[running % 128];
+    Operands& to = operands;
+    if (to.turn == turn && to.of == all) return;
+    to.turn = turn;
+    to.of = all;
+    for (int i = 0; i < 128; ++i)
+      if (all[i].b != mine.b || all[i].in_shared != mine.in_shared) {
+        std::fprintf(stderr, "threads of a warpgroup name unlike operands\n");
+        std::abort();
+      }
+    for (int column = 0; column < N; column += 2)
+      for (int k = 0; k < 16; ++k) {
+        const float one = operand_number<T>(mine.b, k, column, ACROSS);
+        const float other = operand_number<T>(mine.b, k, column + 1, ACROSS);
+        to.b[column % 8 / 2][column / 8][k] = Four{one, other, one, other};
+      }
+    const int warp = running % 128 / 32;
+    for (int row = 0; row < 16; ++row)
+      for (int k = 0; k < 16; ++k)
+        to.a[row][k] = mine.in_shared != 0 ? operand_number<T>(mine.in_shared, k, warp * 16 + row, false)
+                                           : all[warp * 32 + row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2][k % 2];
   }
-  static void add(float* d, const float (&a)[2][16], u64 b, int accumulate) {
-    const float* all = columns(b);
-    for (int i = 0; i < N / 2; ++i) {
-      const float* column = all + (i / 4 * 8 + running % 4 * 2 + i % 2) * 16;
-      float sum = accumulate ? d[i] : 0.f;
-      for (int k = 0; k < 16; ++k) sum += a[i / 2 % 2][k] * column[k];
-      d[i] = sum;
+  static void add(float (&d)[N / 2], const Share& share, u32 what, int accumulate) {
+    read(machine->warpgroups[running / 128].meet(running % 128, share, what));
+    const float *upper = operands.a[running % 32 / 4], *lower = operands.a[running % 32 / 4 + 8];
+    Four a[16];
+    for (int k = 0; k < 16; ++k) a[k] = Four{upper[k], upper[k], lower[k], lower[k]};
+    for (int block = 0; block < N / 8; ++block) {
+      Four sum = {};
+      if (accumulate) std::memcpy(&sum, d + 4 * block, sizeof(sum));
+      for (int k = 0; k < 16; ++k) sum += a[k] * operands.b[running % 4][block][k];
+      std::memcpy(d + 4 * block, &sum, sizeof(sum));
     }
   }
   static void run(float (&d)[N / 2], const u32* mine, u64 b, int accumulate) {
-    const Fragment* all = warpgroups[running / 128].meet(running % 128, {{mine[0], mine[1], mine[2], mine[3]}}, 5);
-    float a[2][16];
-    for (int lower = 0; lower < 2; ++lower)
-      for (int k = 0; k < 16; ++k) {
-        const Fragment& from = all[running % 128 / 4 * 4 + k % 8 / 2];
-        a[lower][k] = wide<T>(from.a[lower + k / 8 * 2] >> (k % 2 * 16) & 0xFFFF);
-      }
-    add(d, a, b, accumulate);
+    Share share = {{}, 0, b};
+    for (int i = 0; i < 8; ++i) share.a[i / 2][i % 2] = wide<T>(mine[i / 2] >> (i % 2 * 16) & 0xFFFF);
+    add(d, share, 5, accumulate);
   }
-  static void run_shared(float (&d)[N / 2], u64 a_descriptor, u64 b, int accumulate) {
-    warpgroups[running / 128].meet(running % 128, {}, 6);
-    float a[2][16];
-    for (int lower = 0; lower < 2; ++lower)
-      for (int k = 0; k < 16; ++k)
-        a[lower][k] = operand_number<T>(a_descriptor, k, running % 128 / 32 * 16 + running % 32 / 4 + 8 * lower, false);
-    add(d, a, b, accumulate);
+  static void run_shared(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
+    add(d, {{}, a, b}, 6, accumulate);
   }
 };
 

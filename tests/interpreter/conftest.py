@@ -10,6 +10,7 @@ import os
 import sys
 
 import pytest
+from quick_interpreter import make_quick
 
 if os.environ["TREEATTN_TEST_DEVICE"] == "cpu":
     if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
@@ -17,6 +18,7 @@ if os.environ["TREEATTN_TEST_DEVICE"] == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
     # A program of the interpreter is many small numpy calls, which more threads only slow down.
     os.environ["OMP_NUM_THREADS"] = "1"
+    make_quick()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

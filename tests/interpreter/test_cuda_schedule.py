@@ -28,6 +28,7 @@ MAIN = """
 #define __device__
 #define __forceinline__ inline
 #define __ldg(from) (*(from))
+#define __umulhi(a, b) static_cast<unsigned>(static_cast<unsigned long long>(a) * (b) >> 32)
 #include "schedule.cuh"
 using namespace treeattn;
 
@@ -46,10 +47,12 @@ static void walk(const AttentionParams& p, int programs) {
     for (;;) {
       cursor_find<KEYS, TILE_ROWS>(at, p);
       if (at.tiles == 0) break;
-      std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request, at.kv_head,
-                  at.row_tile, at.row0, at.row_end, at.unit, at.end, at.full_tiles, at.full_key, at.tail_key,
-                  at.front_units, at.prefix_units, at.edge_begin, at.edge_end, at.tiles, at.whole, at.first, at.full,
-                  p.split > 0 ? at.place : 2 * program + (at.unit == 0));
+      const Part part = p.split > 0 ? Part{} : part_of(at, program);
+      std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request,
+                  at.kv_head, at.row_tile, at.row0, at.row_end, at.unit, at.end, at.full_tiles, at.full_key,
+                  at.tail_key, at.front_units, at.prefix_units, at.edge_begin, at.edge_end, at.tiles, at.whole,
+                  at.first, at.full,
+                  p.split > 0 ? at.place : 2 * program + (at.unit == 0), part.first_block, part.blocks);
       cursor_advance<TILE_ROWS>(at, p);
     }
   }
@@ -110,6 +113,7 @@ def keys_of_tile(item: dict[str, int], tile: int, prefix: int, nodes: int, keys:
 FIELDS = (
     "program", "request", "kv_head", "row_tile", "row0", "row_end", "unit", "end", "full_tiles", "full_key",
     "tail_key", "front_units", "prefix_units", "edge_begin", "edge_end", "tiles", "whole", "first", "full", "slot",
+    "first_block", "blocks",
 )  # fmt: skip
 
 
@@ -126,6 +130,7 @@ def test_every_key_of_every_row_once(
     program: Path, tile_rows: int, keys: int, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 3 * keys)
+    monkeypatch.setattr("treeattn.kernels.launch.is_aligned", lambda step: seed % 2 == 1 and not step.batch_invariant)
     rng = random.Random(seed)
     batch, group, kv_heads = rng.choice((1, 2, 5)), rng.choice((1, 4, 8)), rng.choice((1, 2))
     widths = [rng.choice((1, 8, 17, 65)) for _ in range(batch)]
@@ -159,6 +164,7 @@ def test_every_key_of_every_row_once(
     seen: Counter[tuple[int, int, int, int]] = Counter()
     rows: dict[tuple[int, int, int], tuple[int, int]] = {}
     slots: Counter[int] = Counter()
+    sharing: dict[tuple[int, int, int], list[int]] = {}
     for item in items:
         request = item["request"]
         tile_of = (request, item["kv_head"], item["row_tile"])
@@ -166,12 +172,17 @@ def test_every_key_of_every_row_once(
         assert item["row_end"] - item["row0"] <= tile_rows
         if not item["whole"]:
             slots[item["slot"]] += 1
+            sharing.setdefault(tile_of, []).append(item["program"])
         for tile in range(item["tiles"]):
             here = keys_of_tile(item, tile, prefixes[request], nodes[request], keys)
             assert here, "a tile without keys"
             seen.update((*tile_of, position) for position in here)
     assert all(count == 1 for count in slots.values())
     assert all(slot < step.buffers.partial_lse.shape[0] for slot in slots)
+    for item in items:
+        if not item["whole"] and not step.batch_invariant:
+            tile_of = (item["request"], item["kv_head"], item["row_tile"])
+            assert sharing[tile_of] == list(range(item["first_block"], item["first_block"] + item["blocks"]))
     window, part = options.get("window_left", -1), options.get("part", "all")
     want: Counter[tuple[int, int, int, int]] = Counter()
     for request in range(batch):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 TARGETS = {"sm_90a": "*_sm90*.cu"}
 """What is compiled, and for which chips; wgmma and setmaxnreg exist for this very chip only."""
-ITEMS, CURSOR_BYTES = 4, 128  # of csrc/ring.cuh and csrc/schedule.cuh
+ITEMS, CURSOR_BYTES, PART_BYTES = 4, 128, 24  # of csrc/ring.cuh and csrc/schedule.cuh
 ATOM_BYTES = 1024
 SUFFIXES = (".cu", ".cuh", ".h")
 
@@ -79,7 +79,7 @@ class KernelShape(NamedTuple):
         ring = 2 * self.stages * self.keys * self.head_dim * 2
         q = self.consumers * 64 * self.head_dim * 2
         barriers = 4 * self.stages + 2 + 4 * ITEMS
-        rest = -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
+        rest = -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 5 * 4
         return -(-(ring + q + rest) // ATOM_BYTES) * ATOM_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Launching the Hopper kernels in place of Triton's ``attention_kernel``; plan and merge are the Triton kernels'.
+"""Launching the Hopper kernels. The plan is Triton's, and so is the merge of MLA and in batch-invariant mode.
 
 A call costs one driver call: the params struct is kept, and only addresses, scale and cap are written anew.
 """
@@ -18,7 +18,9 @@ from ..driver import (
     BFLOAT16,
     FLOAT16,
     INVALID_CONTEXT,
+    PROGRAMMATIC_SERIALIZATION,
     Function,
+    LaunchAttribute,
     LaunchConfig,
     Module,
     check,
@@ -26,7 +28,7 @@ from ..driver import (
     encode_tensor_map,
     make_current,
 )
-from ..kernels.launch import LOG2_E, PARTS, LayerLaunch, finish_leading, is_ranged, split_of, window_of
+from ..kernels.launch import LOG2_E, PARTS, Launch, LayerLaunch, finish_leading, is_ranged, split_of, window_of
 from ..plan import Step
 from ..scoring import Scoring
 from .binary import Binary, asked_macros, load_first
@@ -121,6 +123,7 @@ def params_of(
     lse: Tensor | None,
     scoring: Scoring,
     cache_strides: tuple[int, ...],
+    zero_tail: bool,
 ) -> AttentionParams:
     """What of the params struct stays from call to call; the tensors are read for their shapes and strides."""
     layout, kv, buffers = step.layout, step.kv, step.buffers
@@ -133,6 +136,8 @@ def params_of(
         partial_lse=buffers.partial_lse.data_ptr(),
         work=buffers.work.data_ptr(),
         spans=buffers.spans.data_ptr(),
+        arrivals=buffers.arrivals.data_ptr(),
+        row_request=layout.row_request.data_ptr(),
         qo_indptr=layout.qo_indptr.data_ptr(),
         mask_words=step.words32.data_ptr(),
         kv_indptr=_address(kv.kv_indptr),
@@ -144,6 +149,8 @@ def params_of(
         total_q=q.shape[0],
         num_words=2 * layout.num_words,
         group=step.group,
+        group_magic=-(-(2**31) // step.group),
+        zero_tail=zero_tail,
         kv_heads=step.num_kv_heads,
         page_size=kv.page_size,
         page_magic=magic,
@@ -253,7 +260,9 @@ class Block:
     def __init__(self, template: AttentionParams, function: Function, grid: int, threads: int) -> None:
         params = AttentionParams.from_buffer_copy(template)
         self.params = memoryview(params).cast("B")
-        self.config = LaunchConfig((grid, 1, 1), (threads, 1, 1), function.shared_bytes)
+        # its prologue may run while what is before it in the stream still does
+        early = ctypes.pointer(LaunchAttribute(PROGRAMMATIC_SERIALIZATION, 1))
+        self.config = LaunchConfig((grid, 1, 1), (threads, 1, 1), function.shared_bytes, None, early, 1)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         at = ctypes.addressof(self.config), function.handle, arguments, None
         self.launch = partial(driver().cuLaunchKernelEx, *at)
@@ -275,6 +284,7 @@ class AttentionLaunch:
         lse: Tensor | None,
         scoring: Scoring,
         cache_strides: tuple[int, ...],
+        zero_tail: bool,
     ) -> None:
         if step.config is None:
             raise ValueError("a step of the cuda backend has a configuration")
@@ -282,7 +292,7 @@ class AttentionLaunch:
         self.function = prepare(step, scoring.logits_soft_cap > 0)
         self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
         self.maps = CacheMaps(step, cache_strides)
-        self.template = params_of(step, q, k_tree, v_tree, out, lse, scoring, cache_strides)
+        self.template = params_of(step, q, k_tree, v_tree, out, lse, scoring, cache_strides, zero_tail)
         self.template.page_rows = self.maps.rows
         self.grid, self.threads = step.num_programs, 32 * step.config.num_warps
         self.free: list[Block] = []
@@ -327,8 +337,8 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-class CudaLayerLaunch(LayerLaunch):
-    """The launches of a layer call with the attention of ``csrc``; arguments as of :class:`LayerLaunch`."""
+class CudaLayerLaunch:
+    """The launch of a layer call, and of a merge for MLA and in batch-invariant mode; arguments: `LayerLaunch`."""
 
     def __init__(
         self,
@@ -343,8 +353,12 @@ class CudaLayerLaunch(LayerLaunch):
         cache_strides: tuple[int, ...],
         zero_tail: bool,
     ) -> None:
-        super().__init__(step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail)
-        self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, scoring, cache_strides)
+        self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, scoring, cache_strides, zero_tail)
+        self.finish: Launch | None = None
+        if step.batch_invariant or step.shared_kv:
+            self.finish = LayerLaunch(
+                step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail
+            ).finish
 
     def __call__(
         self,
@@ -357,15 +371,16 @@ class CudaLayerLaunch(LayerLaunch):
         lse: Tensor | None,
         scoring: Scoring,
     ) -> None:
-        """Attention of one layer, then its merge, on the current stream."""
-        scale = scoring.sm_scale * LOG2_E
+        """Attention of one layer on the current stream."""
         out_at, lse_at, sinks_at = out.data_ptr(), _address(lse), _address(scoring.sinks)
         self.attention(
             k_cache.shape[0], q.data_ptr(), k_cache.data_ptr(), _address(v_cache), _address(k_tree), _address(v_tree),
-            out_at, lse_at, sinks_at, scale, scoring.logits_soft_cap,
+            out_at, lse_at, sinks_at, scoring.sm_scale * LOG2_E, scoring.logits_soft_cap,
         )  # fmt: skip
+        if self.finish is None:
+            return
         if self.finish.compiled is None:
-            leading = self.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
+            leading = LayerLaunch.leading(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
             self.finish.first(*finish_leading(leading))
         else:
             self.finish(out_at, lse_at, sinks_at)

@@ -6,7 +6,8 @@ import ctypes
 
 POINTERS = (
     "q", "k", "v", "k_tree", "v_tree", "out", "lse", "sinks", "partial_out", "partial_lse", "work", "spans",
-    "qo_indptr", "mask_words", "kv_indptr", "table", "tree_slots", "prefix_lens", "positions",
+    "arrivals", "row_request", "qo_indptr", "mask_words", "kv_indptr", "table", "tree_slots", "prefix_lens",
+    "positions",
 )  # fmt: skip
 STRIDES = (
     "table_request", "q_row", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head", "k_tree_row",
@@ -20,10 +21,12 @@ NUMBERS = (
     ("total_q", ctypes.c_int32),
     ("num_words", ctypes.c_int32),
     ("group", ctypes.c_int32),
+    ("group_magic", ctypes.c_uint32),
     ("kv_heads", ctypes.c_int32),
     ("page_size", ctypes.c_int32),
     ("page_magic", ctypes.c_uint32),
     ("page_shift", ctypes.c_int32),
+    ("zero_tail", ctypes.c_int32),
     ("wide_table", ctypes.c_int32),
     ("wide_indptr", ctypes.c_int32),
     ("wide_slots", ctypes.c_int32),

@@ -98,7 +98,9 @@ def compile_cases(arch: int) -> Iterator[Case]:
     """Cases for a chip, by compute capability times ten; names are unique."""
     for dtype in (torch.bfloat16, torch.float32):
         for config in configurations(arch, dtype):
-            yield attention_case(arch, config, dtype, SCATTERED, "scattered")
+            # a quarter of the dims at most: with half of them the kernel would be that of the next narrower tile
+            scattered = dataclasses.replace(SCATTERED, unused=min(SCATTERED.unused, config.block_d // 4))
+            yield attention_case(arch, config, dtype, scattered, "scattered")
             if dtype == torch.bfloat16 and config.block_d in (64, 128):
                 yield attention_case(arch, config, dtype, PAGED, "paged")
     common = select_config(arch, torch.bfloat16, 4, 128, 16)

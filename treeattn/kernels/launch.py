@@ -172,6 +172,7 @@ def plan_launch(step: Step) -> Launch:
         "item_start_ptr": buffers.item_start,
         "spans_ptr": buffers.spans,
         "share_ptr": buffers.share,
+        "arrivals_ptr": buffers.arrivals,
         "batch": layout.batch,
         "max_pages": kv.width,
         "num_programs": step.num_programs,

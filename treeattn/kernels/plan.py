@@ -25,7 +25,7 @@ Outputs (int32):
 ``work [num_programs, 16]``
     What a program needs to start after one load, fields in the order of ``WORK_*``: the request, KV head, row tile and
     KV tile where its stretch begins, its length in tiles, then of that request its span, first row, row tiles and rows
-    of a row tile.
+    of a row tile; where it is on the line, and the share.
 ``item_start [batch + 1]``
     Line position (in tiles) at which each request begins; the length of the line last.
 ``spans [batch, 4]``
@@ -34,6 +34,8 @@ Outputs (int32):
     or 0 where there is no key, or the request's addresses cannot hold what the layout claims.
 ``share [4]``
     Tiles a program, programs a lane, lanes, whether items begin with programs of their own.
+``arrivals [num_programs, 4]``
+    0: words by which blocks of csrc's kernel find out who is last.
 """
 
 import triton
@@ -59,6 +61,8 @@ WORK_LANE = tl.constexpr(11)  # the row tile that this program keeps to; -1 wher
 WORK_FIRST = tl.constexpr(12)
 WORK_FULL = tl.constexpr(13)
 WORK_PLACE = tl.constexpr(14)  # on the line
+WORK_SHARE = tl.constexpr(15)  # of every program, in tiles
+ARRIVAL_FIELDS = tl.constexpr(4)
 SPAN_FIELDS = tl.constexpr(4)
 SPAN_PREFIX = tl.constexpr(0)
 SPAN_FIRST = tl.constexpr(1)
@@ -124,6 +128,7 @@ def plan_kernel(
     item_start_ptr,  # int32 [batch + 1]
     spans_ptr,  # int32 [batch, 4]
     share_ptr,  # int32 [4]
+    arrivals_ptr,  # int32 [num_programs, 4]
     batch,
     max_pages,  # width of the block table; with CSR, the length of kv_indices
     num_programs,
@@ -254,7 +259,10 @@ def plan_kernel(
     tl.store(row + WORK_ROW_TILES, my_row_tiles, mask=live)
     tl.store(row + WORK_ZERO, p * 0, mask=live)
     tl.store(row + WORK_PLACE, start, mask=live)
+    tl.store(row + WORK_SHARE, p * 0 + share, mask=live)
     tl.store(row + WORK_TILE_ROWS, tl.cdiv(my_nodes * GROUP, my_row_tiles), mask=live)
+    words = p[:, None] * ARRIVAL_FIELDS + tl.arange(0, ARRIVAL_FIELDS)[None, :]
+    tl.store(arrivals_ptr + words, words * 0, mask=live[:, None])
 
     if tl.program_id(0) == 0:
         span = spans_ptr + b * SPAN_FIELDS
