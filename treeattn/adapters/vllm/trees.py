@@ -117,7 +117,10 @@ class DraftTrees:
         at = self._on_device(places)
         self.parents[at, :width] = parents.to(torch.int32)
         # a tree has its root, whatever a drafter that found nothing says
-        self.num_nodes[at] = width if num_nodes is None else num_nodes.clamp(1, width).to(torch.int32)
+        if num_nodes is None:
+            self.num_nodes.index_fill_(0, at, width)  # by [] a number is copied from the host, and waited for
+        else:
+            self.num_nodes[at] = num_nodes.clamp(1, width).to(torch.int32)
         self._pending.update(zip(places, requests, strict=True))
 
     def take(self, slots: Sequence[int], verifying: Sequence[bool]) -> Tensor | None:
