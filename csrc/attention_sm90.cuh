@@ -40,7 +40,6 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = uniform(warp / 4);
   Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> producer(p, memory);
 
-  launch_dependents();
   if (uniform(warp) == 4 * CONSUMERS) producer.begin();  // the way to the first keys is the longest, and starts here
   if (uniform(warp) == 0) {
     if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();

@@ -30,9 +30,9 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
   Memory& memory = *reinterpret_cast<Memory*>(shared_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  launch_dependents();
   if (warp == 1) {
     wait_prerequisites();
+    launch_dependents();  // not before: they read the plan ahead of their own wait
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
   }
   if (threadIdx.x == 0) {

@@ -351,6 +351,7 @@ struct Producer {
   __device__ __forceinline__ void begin() {
     find_thread();
     wait_prerequisites();
+    launch_dependents();  // not before: they read the plan ahead of their own wait
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
     if (lane == 0) memory.passed = memory.num_parts = 0;
     __syncwarp();
