@@ -17,8 +17,8 @@ struct MlaOutput {
 
   const AttentionParams& p;
   Memory& memory;
-  const int group, warp, lane;  // output warpgroup 0 or 1, warp of the warpgroup
-  Place<LATENTS> latent;  // of the next tile's first quarter
+  const int group, warp, lane;  // output warpgroup, and half of the dims; warp of the warpgroup
+  Place<LATENTS> latent;  // of the next tile's first quarter, in the ring of this half
   u32 turn = 0;           // tiles so far: the phase of the weights' barriers
 
   __device__ __forceinline__ MlaOutput(const AttentionParams& params, Memory& shared, int warpgroup, int warp_index,
@@ -36,9 +36,9 @@ struct MlaOutput {
   // sums[64, 128] (+)= weights V, of the quarter at a place.
   __device__ __forceinline__ void multiply_v(float (&sums)[COUNT], const Place<LATENTS>& at, bool threads_copied,
                                              bool first) const {
-    barrier_wait(shared_address(&memory.latent_full[at.stage()]), at.phase());
+    barrier_wait(shared_address(&memory.latent_full[group][at.stage()]), at.phase());
     if (threads_copied) fence_async_proxy();
-    const u64 v = operand(shared_address(memory.latents[at.stage()]), MLA_PANEL_BYTES, ATOM_BYTES);
+    const u64 v = operand(shared_address(memory.latents[group][at.stage()]), MLA_PANEL_BYTES, ATOM_BYTES);
     const u64 weights = operand(shared_address(memory.weights[turn % 2]), 16, ATOM_BYTES);
     wgmma_fence();
 #pragma unroll
@@ -81,7 +81,7 @@ struct MlaOutput {
   __device__ __forceinline__ void item(const Cursor& at) {
     const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
     float low[COUNT], high[COUNT];
-    latent.skip(QUARTERS);  // Q
+    latent.skip(2);  // Q
 #pragma unroll 1
     for (i32 tile = 0; tile < tiles; ++tile) {
       const bool threads_copied = tile >= full || p.page_rows == 0;
@@ -92,19 +92,19 @@ struct MlaOutput {
         scale(low, decay);
         scale(high, decay);
       }
-      const Place<LATENTS> first = group == 0 ? latent : latent.next(), second = first.next().next();
+      const Place<LATENTS> second = latent.next();
       pin(low);
       pin(high);
-      multiply_v(low, first, threads_copied, tile == 0);
+      multiply_v(low, latent, threads_copied, tile == 0);
       multiply_v(high, second, threads_copied, tile == 0);
       wgmma_wait<1>();
-      release(memory.latent_empty[first.stage()]);
+      release(memory.latent_empty[group][latent.stage()]);
       wgmma_wait<0>();
       pin(low);
       pin(high);
-      release(memory.latent_empty[second.stage()]);
+      release(memory.latent_empty[group][second.stage()]);
       if (tile < tiles - 1) release(memory.weights_empty[slot]);
-      latent.skip(QUARTERS);
+      latent = second.next();
       turn += 1;
     }
     const u32 slot = turn % 2 ^ 1;

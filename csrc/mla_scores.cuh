@@ -4,8 +4,7 @@
 // 4 KB in 32 clocks, which is all that there is. Bases of weights are as in consumer.cuh.
 //
 // Weights of a tile go to shared memory. They are announced to the two output warpgroups when most of the next tile's
-// products are done (or would have to wait for their keys): so the next softmax runs under products with V, not the
-// other way round.
+// products are done: so the next softmax runs under products with V, not the other way round.
 
 #pragma once
 
@@ -25,7 +24,7 @@ struct MlaScores {
   const AttentionParams& p;
   Memory& memory;
   const int warp, lane;
-  Place<LATENTS> latent;  // of the next tile
+  Place<LATENTS> latent;  // of the next tile's first quarters, in both rings
   Place<ROPES> rope;
   u32 turn = 0;        // tiles so far: the phase of the weights' barriers
   bool idle = false;   // none of this warp's 16 rows is there: it only takes part in the products
@@ -72,6 +71,13 @@ struct MlaScores {
 
   __device__ __forceinline__ u32 kept(u32 panel) const { return shared_address(memory.q[panel - IN_REGISTERS]); }
 
+  // Wait for a quarter of the next tile, and say where it is in its ring.
+  __device__ __forceinline__ Place<LATENTS> wait_quarter(u32 quarter) const {
+    const Place<LATENTS> at = quarter < HALVES ? latent : latent.next();
+    barrier_wait(shared_address(&memory.latent_full[quarter % HALVES][at.stage()]), at.phase());
+    return at;
+  }
+
   // Q of the item, which comes through the rings as a tile does.
   __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS]) {
     threads_sync<128>(1);  // products of the item before are done in all warps: what is kept may go
@@ -81,8 +87,8 @@ struct MlaScores {
     rope = rope.next();
 #pragma unroll
     for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
-      barrier_wait(shared_address(&memory.latent_full[latent.stage()]), latent.phase());
-      const u32 from = shared_address(memory.latents[latent.stage()]);
+      const Place<LATENTS> at = wait_quarter(quarter);
+      const u32 from = shared_address(memory.latents[quarter % HALVES][at.stage()]);
 #pragma unroll
       for (u32 panel = 2 * quarter; panel < 2 * quarter + 2; ++panel) {
         if (panel < IN_REGISTERS)
@@ -90,9 +96,9 @@ struct MlaScores {
         else
           keep(kept(panel), from + panel % 2 * MLA_PANEL_BYTES);
       }
-      release(memory.latent_empty[latent.stage()]);
-      latent = latent.next();
+      release(memory.latent_empty[quarter % HALVES][at.stage()]);
     }
+    latent.skip(2);
     fence_async_proxy();
     threads_sync<128>(1);
   }
@@ -114,16 +120,6 @@ struct MlaScores {
   // Scores of the next tile. `held`: there are weights that wait to be announced.
   __device__ __forceinline__ void multiply_k(float (&scores)[MLA_KEYS / 2], const u32 (&q)[4 * Q_STEPS], bool threads_copied,
                                              bool held) {
-    if (held) {
-      // by lane 0: nothing is gained by holding them back while keys are still on their way
-      Place<LATENTS> last = latent;
-      last.skip(QUARTERS - 1);
-      if (lane == 0 && !barrier_passed(shared_address(&memory.latent_full[last.stage()]), last.phase())) {
-        announce();
-        held = false;
-      }
-      __syncwarp();
-    }
     barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
     if (threads_copied) fence_async_proxy();
     pin(scores);
@@ -131,15 +127,16 @@ struct MlaScores {
     multiply_panel(scores, q, MLA_PANELS - 1, shared_address(memory.ropes[rope.stage()]));
 #pragma unroll
     for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
-      barrier_wait(shared_address(&memory.latent_full[latent.stage()]), latent.phase());
+      const Place<LATENTS> at = wait_quarter(quarter);
       if (threads_copied) fence_async_proxy();
       wgmma_fence();
-      const u32 keys = shared_address(memory.latents[latent.stage()]);
+      const u32 keys = shared_address(memory.latents[quarter % HALVES][at.stage()]);
       multiply_panel(scores, q, 2 * quarter, keys);
       multiply_panel(scores, q, 2 * quarter + 1, keys + MLA_PANEL_BYTES);
-      latent = latent.next();
       if (quarter >= QUARTERS - 2) wgmma_commit();
     }
+    latent.skip(2);
+    if (held) fence_async_proxy();  // waits for stores, which costs nothing here
     wgmma_wait<1>();
     if (held) announce();
     wgmma_wait<0>();
@@ -148,8 +145,9 @@ struct MlaScores {
     rope = rope.next();
   }
 
-  // The weights of the tile before may be read.
+  // The weights of the tile before may be read; behind a fence.
   __device__ __forceinline__ void announce() const {
+    __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&memory.weights_full[turn % 2 ^ 1]));
   }
 
@@ -278,7 +276,6 @@ struct MlaScores {
       for (int half = 0; half < 2; ++half) memory.decay[slot][local(half)] = decay[half];
     }
     if (lane == 0) memory.raised[slot][warp] = raised;
-    fence_async_proxy();
   }
 
   __device__ __forceinline__ void item(const Cursor& at) {
@@ -305,6 +302,7 @@ struct MlaScores {
       __syncwarp();
       turn += 1;
     }
+    fence_async_proxy();
     announce();
   }
 

@@ -37,12 +37,13 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
   }
   if (threadIdx.x == 0) {
     if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
-    for (int i = 0; i < LATENTS; ++i) {
-      barrier_init(shared_address(&memory.latent_full[i]), PRODUCER_ARRIVALS);
-      barrier_init(shared_address(&memory.latent_empty[i]), 4);
-    }
+    for (int half = 0; half < static_cast<int>(HALVES); ++half)
+      for (int i = 0; i < LATENTS; ++i) {
+        barrier_init(shared_address(&memory.latent_full[half][i]), RING_ARRIVALS);
+        barrier_init(shared_address(&memory.latent_empty[half][i]), 4);
+      }
     for (int i = 0; i < ROPES; ++i) {
-      barrier_init(shared_address(&memory.rope_full[i]), PRODUCER_ARRIVALS);
+      barrier_init(shared_address(&memory.rope_full[i]), RING_ARRIVALS);
       barrier_init(shared_address(&memory.rope_empty[i]), 4);
     }
     for (int i = 0; i < 2; ++i) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
     }
     for (int i = 0; i < ITEMS; ++i) {
       barrier_init(shared_address(&memory.item_full[i]), 1);
-      barrier_init(shared_address(&memory.item_empty[i]), MLA_READERS + 3);  // the first warp's item is its own
+      barrier_init(shared_address(&memory.item_empty[i]), MLA_READERS + 3);  // the walk needs none
     }
     fence_async_proxy();
     if (p.page_rows != 0) prefetch(p.k_map);
@@ -61,8 +62,8 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
   const int group = uniform(warp / 4);
   if (group == 3) {
     give_registers<MLA_PRODUCER_REGISTERS>();
-    MlaProducer<Q_STEPS, LATENTS, ROPES> producer(p, memory);
-    producer.run();
+    MlaProducer<Q_STEPS, LATENTS, ROPES> producer(p, memory, lane);
+    producer.run(uniform(warp % 4));
   } else if (group == 2) {
     take_registers<MLA_SCORES_REGISTERS>();
     MlaScores<T, Q_STEPS, LATENTS, ROPES> scores(p, memory, uniform(warp % 4), lane);

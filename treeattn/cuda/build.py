@@ -110,9 +110,9 @@ class MlaShape(NamedTuple):
     def shared_bytes(self) -> int:
         """Size of ``MlaShared::Layout`` (csrc/mla_ring.cuh), which a compile test compares with the compiler's."""
         kept = 9 - self.q_steps // 4
-        panels = 2 * self.latents + self.ropes + kept + 2
+        panels = 4 * self.latents + self.ropes + kept + 2
         handed = 2 * (64 + 64 + 4) * 4
-        barriers = 2 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
+        barriers = 4 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
         rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
         return -(-(panels * 64 * 128 + rest) // ATOM_BYTES) * ATOM_BYTES
 
