@@ -177,7 +177,7 @@ def params_of(
 
 
 def box_rows(page_size: int, keys: int) -> int:
-    """Slots of a page that a tensor copy brings at once, to tiles of so many keys; 0: none (8 rows are a swizzle).
+    """Slots of a page that a tensor copy brings at once, to tiles of so many keys; 0: none (8 rows are a swizzle period).
 
     >>> box_rows(16, 64), box_rows(48, 64), box_rows(256, 64), box_rows(1, 64)
     (16, 16, 64, 0)
