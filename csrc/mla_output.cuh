@@ -1,8 +1,8 @@
 // An output warpgroup of an MLA block: weights times 256 of the 512 dims of V, and rows out.
 //
-// Sums are 64 rows of 256 dims, 128 registers a thread, multiplied 128 dims at a time: what a block of 512 threads may have
-// in one product. Weights are read from shared memory: 8 registers more than the sums and the 24 below them, where ptxas
-// begins accumulators, would be more than the scores leave.
+// Sums are 64 rows of 256 dims, 128 registers a thread, multiplied as two halves of 128 dims: when the first is done, its
+// quarter of the tile is given back while the second runs. Weights are read from shared memory: 16 registers more than
+// the sums and the 24 below them, where ptxas begins accumulators, would be more than the scores leave.
 
 #pragma once
 
@@ -13,12 +13,12 @@ namespace treeattn {
 template <class T, int Q_STEPS, int LATENTS, int ROPES>
 struct MlaOutput {
   using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
-  static constexpr int STEPS = MLA_KEYS / 16, DIMS = HALF_DIMS / 2, COUNT = DIMS / 2;
+  static constexpr int STEPS = MLA_KEYS / 16, COUNT = QUARTER_DIMS / 2;
 
   const AttentionParams& p;
   Memory& memory;
   const int group, warp, lane;  // output warpgroup, and half of the dims; warp of the warpgroup
-  Place<LATENTS> latent;  // of the next tile, in the ring of this half
+  Place<LATENTS> latent;  // of the next tile's first quarter, in the ring of this half
   u32 turn = 0;           // tiles so far: the phase of the weights' barriers
 
   __device__ __forceinline__ MlaOutput(const AttentionParams& params, Memory& shared, int warpgroup, int warp_index,
@@ -33,34 +33,26 @@ struct MlaOutput {
     for (int j = 0; j < COUNT; ++j) sums[j] *= factor[j / 2 % 2];
   }
 
-  // low[64, 128] and high[64, 128] (+)= weights V of the next tile.
-  __device__ __forceinline__ void multiply_v(float (&low)[COUNT], float (&high)[COUNT], bool threads_copied,
+  // sums[64, 128] (+)= weights V, of the quarter at a place.
+  __device__ __forceinline__ void multiply_v(float (&sums)[COUNT], const Place<LATENTS>& at, bool threads_copied,
                                              bool first) const {
-    barrier_wait(shared_address(&memory.latent_full[group][latent.stage()]), latent.phase());
+    barrier_wait(shared_address(&memory.latent_full[group][at.stage()]), at.phase());
     if (threads_copied) fence_async_proxy();
-    const u64 v = operand(shared_address(memory.latents[group][latent.stage()]), TILE_PANEL_BYTES, ATOM_BYTES);
-    const u64 weights = operand(shared_address(memory.weights[turn / 2 % 2]), 16, ATOM_BYTES) + turn % 2 * (MLA_KEYS * 2 >> 4);
-    pin(low);
-    pin(high);
+    const u64 v = operand(shared_address(memory.latents[group][at.stage()]), MLA_PANEL_BYTES, ATOM_BYTES);
+    const u64 weights = operand(shared_address(memory.weights[turn % 2]), 16, ATOM_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      const u64 keys = v + ((step * 2 * ATOM_BYTES) >> 4);
-      Product<T, DIMS, 1>::run_shared(low, weights + 2 * step, keys, !first || step > 0);
-      Product<T, DIMS, 1>::run_shared(high, weights + 2 * step, keys + (HALF_PANELS / 2 * TILE_PANEL_BYTES >> 4),
-                                      !first || step > 0);
-    }
+    for (int step = 0; step < STEPS; ++step)
+      Product<T, QUARTER_DIMS, 1>::run_shared(sums, weights + 2 * step, v + ((step * 2 * ATOM_BYTES) >> 4),
+                                              !first || step > 0);
     wgmma_commit();
-    wgmma_wait<0>();
-    pin(low);
-    pin(high);
   }
 
   __device__ __forceinline__ void release(u64& empty) const {
     if (lane == 0) barrier_arrive(shared_address(&empty));
   }
 
-  // Rows of a whole item to `out`, of a part to its partial slot: DIMS dims from `dim` on.
+  // Rows of a whole item to `out`, of a part to its partial slot: the dims of one half.
   __device__ __forceinline__ void store(const float (&sums)[COUNT], const float (&inverse)[2], const Cursor& at,
                                         u32 dim) const {
     const i64 part_row = mla_part(p, at);
@@ -92,25 +84,35 @@ struct MlaOutput {
     latent.skip(2);  // Q
 #pragma unroll 1
     for (i32 tile = 0; tile < tiles; ++tile) {
-      const u32 slot = turn % WEIGHTS;
-      barrier_wait(shared_address(&memory.weights_full[slot]), turn / WEIGHTS % 2);
+      const bool threads_copied = tile >= full || p.page_rows == 0;
+      const u32 slot = turn % 2;
+      barrier_wait(shared_address(&memory.weights_full[slot]), turn / 2 % 2);
       if (tile > 0 && memory.raised[slot][warp] != 0) {
         const float decay[2] = {memory.decay[slot][local(0)], memory.decay[slot][local(1)]};
         scale(low, decay);
         scale(high, decay);
       }
-      multiply_v(low, high, tile >= full || p.page_rows == 0, tile == 0);
+      const Place<LATENTS> second = latent.next();
+      pin(low);
+      pin(high);
+      multiply_v(low, latent, threads_copied, tile == 0);
+      multiply_v(high, second, threads_copied, tile == 0);
+      wgmma_wait<1>();
       release(memory.latent_empty[group][latent.stage()]);
+      wgmma_wait<0>();
+      pin(low);
+      pin(high);
+      release(memory.latent_empty[group][second.stage()]);
       if (tile < tiles - 1) release(memory.weights_empty[slot]);
-      latent = latent.next();
+      latent = second.next();
       turn += 1;
     }
-    const u32 slot = (turn - 1) % WEIGHTS;
+    const u32 slot = turn % 2 ^ 1;
     const float inverse[2] = {memory.inverse[slot][local(0)], memory.inverse[slot][local(1)]};
     __syncwarp();
     release(memory.weights_empty[slot]);
-    store(low, inverse, at, group * HALF_DIMS);
-    store(high, inverse, at, group * HALF_DIMS + DIMS);
+    store(low, inverse, at, quarter_dim(group));
+    store(high, inverse, at, quarter_dim(group + 2));
   }
 
   __device__ __forceinline__ void run() {

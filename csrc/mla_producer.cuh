@@ -14,19 +14,20 @@ namespace treeattn {
 
 constexpr u32 RING_ARRIVALS = 32;  // of a ring's warp: each lane's copies arrive by themselves; a tensor copy's lane for all
 
-// A ring that a warp fills: PANELS panels of a tile, dims of a row from `dim` on.
-template <int STAGES, u32 PANELS_>
+// A ring that a warp fills. A tile goes through it as PARTS parts of PANELS panels each, dims of a row from `dim` on.
+template <int STAGES_, u32 PARTS_, u32 PANELS_>
 struct MlaRing {
-  static constexpr u32 PANELS = PANELS_, DIMS = PANELS * PANEL_COLUMNS, BYTES = PANELS * TILE_PANEL_BYTES;
+  static constexpr u32 PARTS = PARTS_, PANELS = PANELS_, PART_DIMS = PANELS * PANEL_COLUMNS;
+  static constexpr u32 PART_BYTES = PANELS * MLA_PANEL_BYTES;
 
   const u32 stages, full, empty;  // in shared memory
   const u32 dim;
-  Place<STAGES> place;
+  Place<STAGES_> place;
 
-  // Wait until the next place may be written, and say where it is.
+  // Wait until the next part may be written, and say where it is.
   __device__ __forceinline__ u32 wait() const {
     barrier_wait(empty + 8 * place.stage(), place.phase() ^ 1);
-    return stages + place.stage() * BYTES;
+    return stages + place.stage() * PART_BYTES;
   }
   __device__ __forceinline__ u32 barrier() const { return full + 8 * place.stage(); }
 };
@@ -46,7 +47,7 @@ struct MlaProducer {
   template <class Ring>
   __device__ __forceinline__ void spoil(const Ring& ring, u32 to) {
 #if TREEATTN_CANARY
-    for (u32 at = lane * 16; at < Ring::BYTES; at += 32 * 16) store_shared_16(to + at, ~0u, ~0u, ~0u, ~0u);
+    for (u32 at = lane * 16; at < Ring::PART_BYTES; at += 32 * 16) store_shared_16(to + at, ~0u, ~0u, ~0u, ~0u);
     fence_async_proxy();
     __syncwarp();
 #endif
@@ -55,14 +56,18 @@ struct MlaProducer {
 #endif
   }
 
-  // Copy the rows of a tile, of lane r the one at `address`.
+  // Copy the rows of a tile: of lane r those at `low` (row r) and `high` (row r + 32).
   template <class Ring>
-  __device__ __forceinline__ void copy_tile(Ring& ring, u64 address) {
-    const u32 to = ring.wait();
-    spoil(ring, to);
-    copy_rows<Ring::DIMS, MLA_KEYS>(copy_place<Ring::DIMS>(to, MLA_KEYS, 0, lane), address + 2 * ring.dim, lane);
-    copy_async_arrive(ring.barrier());
-    ring.place = ring.place.next();
+  __device__ __forceinline__ void copy_tile(Ring& ring, u64 low, u64 high) {
+#pragma unroll 1
+    for (u32 part = 0; part < Ring::PARTS; ++part) {
+      const u32 to = ring.wait(), bytes = 2 * (ring.dim + part * Ring::PART_DIMS);
+      spoil(ring, to);
+      copy_rows<Ring::PART_DIMS, 32>(copy_place<Ring::PART_DIMS>(to, MLA_KEYS, 0, lane), low + bytes, lane);
+      copy_rows<Ring::PART_DIMS, 32>(copy_place<Ring::PART_DIMS>(to, MLA_KEYS, 32, lane), high + bytes, lane);
+      copy_async_arrive(ring.barrier());
+      ring.place = ring.place.next();
+    }
   }
 
   // Where the pages of the item's request begin in the table.
@@ -117,7 +122,7 @@ struct MlaProducer {
     return cached(index_at(p.table, first_page(at) + page_of(position), p.wide_table), position, at.kv_head);
   }
 
-  // Full tiles by tensor copies: a lane for each box.
+  // Full tiles by tensor copies: a lane for each box of a part.
   template <class Ring>
   __device__ __forceinline__ void full_boxes(Ring& ring, const Cursor& at) {
     const u32 rows = p.page_rows, boxes = MLA_KEYS / rows, all = at.full_tiles * boxes;
@@ -132,37 +137,48 @@ struct MlaProducer {
       }
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
       const u32 position = at.full_key + (first + box) * rows, within = position - page_of(position) * p.page_size;
-      const u32 to = ring.wait(), barrier = ring.barrier();
-      spoil(ring, to);
-      if (lane == 0) {
-        barrier_expect(barrier, Ring::BYTES);
-        barrier_arrive(barrier, RING_ARRIVALS - 1);
+#pragma unroll
+      for (u32 part = 0; part < Ring::PARTS; ++part) {
+        const u32 to = ring.wait(), barrier = ring.barrier();
+        spoil(ring, to);
+        if (lane == 0) {
+          barrier_expect(barrier, Ring::PART_BYTES);
+          barrier_arrive(barrier, RING_ARRIVALS - 1);
+        }
+        __syncwarp();
+        if (panel < Ring::PANELS)
+          copy_box(to + panel * MLA_PANEL_BYTES + box * rows * 128, p.k_map,
+                   ring.dim + part * Ring::PART_DIMS + panel * PANEL_COLUMNS, within, head, page, barrier);
+        ring.place = ring.place.next();
       }
-      __syncwarp();
-      if (panel < Ring::PANELS)
-        copy_box(to + panel * TILE_PANEL_BYTES + box * rows * 128, p.k_map, ring.dim + panel * PANEL_COLUMNS, within, head,
-                 page, barrier);
-      ring.place = ring.place.next();
     }
   }
 
-  // Full tiles without tensor maps. (A tile's page ids are read in place, behind the last use of those before: see
-  // producer.cuh.)
+  // Page ids of a full tile: lane r has those of keys r and r + 32. (Written in place: see producer.cuh.)
+  __device__ __forceinline__ void load_pages(u32 (&pages)[2], const Cursor& at, i32 tile) const {
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      const u64 index = first_page(at) + page_of(position_at(at, tile, half));
+      reload(pages[half], static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
+    }
+  }
+
+  __device__ __forceinline__ u32 position_at(const Cursor& at, i32 tile, u32 half) const {
+    return at.full_key + tile * MLA_KEYS + half * 32 + lane;
+  }
+
+  // Full tiles without tensor maps.
   template <class Ring>
   __device__ __forceinline__ void full_rows(Ring& ring, const Cursor& at) {
-    u32 page = 0, position = at.full_key + lane;
-    load_page(page, at, position, at.full_tiles > 0);
+    u32 pages[2] = {0, 0};
+    load_pages(pages, at, 0);
 #pragma unroll 1
-    for (i32 left = at.full_tiles; left > 0; --left, position += MLA_KEYS) {
-      const u64 address = cached(page, position, at.kv_head);
-      load_page(page, at, position + MLA_KEYS, left > 1);
-      copy_tile(ring, address);
+    for (i32 tile = 0; tile < at.full_tiles; ++tile) {
+      const u64 low = cached(pages[0], position_at(at, tile, 0), at.kv_head);
+      const u64 high = cached(pages[1], position_at(at, tile, 1), at.kv_head);
+      load_pages(pages, at, tile + 1);
+      copy_tile(ring, low, high);
     }
-  }
-
-  __device__ __forceinline__ void load_page(u32& page, const Cursor& at, u32 position, bool there) const {
-    const u64 index = first_page(at) + page_of(position);
-    reload(page, static_cast<const u32*>(p.table) + (index << p.wide_table), there);
   }
 
   // Bring the items of the block, one after another, to a ring.
@@ -172,13 +188,14 @@ struct MlaProducer {
       barrier_wait(shared_address(&memory.item_full[ring.place.item_slot()]), ring.place.item_phase());
       const Cursor& at = memory.items[ring.place.item_slot()];
       if (at.tiles == 0) break;
-      for (u32 row = lane; row < MLA_ROWS; row += MLA_KEYS) copy_tile(ring, q_row(p, at, row));
+      copy_tile(ring, q_row(p, at, lane), q_row(p, at, lane + 32));
       if (p.page_rows == 0)
         full_rows(ring, at);
       else
         full_boxes(ring, at);
+      i32 unit = at.edge_begin;
 #pragma unroll 1
-      for (i32 unit = at.edge_begin; unit < at.edge_end; ++unit) copy_tile(ring, edge(at, unit));
+      for (i32 tile = at.full_tiles; tile < at.tiles; ++tile, unit += 2) copy_tile(ring, edge(at, unit), edge(at, unit + 1));
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[ring.place.item_slot()]));
       ring.place.next_item();
@@ -208,11 +225,11 @@ struct MlaProducer {
     if (warp == 3)
       walk();
     else if (warp == 2)
-      fill(MlaRing<ROPES, 1>{shared_address(memory.ropes), shared_address(memory.rope_full),
-                             shared_address(memory.rope_empty), LATENT_DIMS, {}});
+      fill(MlaRing<ROPES, 1, 1>{shared_address(memory.ropes), shared_address(memory.rope_full),
+                                shared_address(memory.rope_empty), LATENT_DIMS, {}});
     else
-      fill(MlaRing<LATENTS, HALF_PANELS>{shared_address(memory.latents[warp]), shared_address(memory.latent_full[warp]),
-                                  shared_address(memory.latent_empty[warp]), warp * HALF_DIMS, {}});
+      fill(MlaRing<LATENTS, 2, 2>{shared_address(memory.latents[warp]), shared_address(memory.latent_full[warp]),
+                                  shared_address(memory.latent_empty[warp]), warp * (LATENT_DIMS / HALVES), {}});
   }
 };
 

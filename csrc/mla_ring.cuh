@@ -1,10 +1,10 @@
-// Shared memory of an MLA block: three rings that tiles of latent rows pass through, and what is handed on.
+// Shared memory of an MLA block: three rings that tiles of latent rows pass through in parts, and what is handed on.
 //
-// A tile is 32 rows of 576 dims: of Q twice, then of each 32 keys of the item. The latent part, 512 dims, is K and V: a
-// half of it for each output warpgroup, in a ring of its own. The rope part, the last 64 dims, is K only. Tiles are that
-// small so that two are read and one is multiplied with V while two more are on their way.
+// A tile is 64 rows of 576 dims: of Q first, then of each 64 keys of the item. The rope part, its last 64 dims, is K only.
+// The latent part is K and V, and each half of it has a ring of its own: it is V of one output warpgroup, in two quarters
+// of 128 dims, as its products come. When the first are done their quarter is given back, and another is asked for.
 //
-// A place of a ring is one panel or four of [32 rows, 128 bytes] in the 128-byte swizzle (ring.cuh).
+// A part is one panel or two of [64 rows, 128 bytes] in the 128-byte swizzle (ring.cuh).
 
 #pragma once
 
@@ -12,29 +12,33 @@
 
 namespace treeattn {
 
-constexpr int MLA_KEYS = 32, MLA_ROWS = 64;
+constexpr int MLA_KEYS = 64, MLA_ROWS = 64;
 constexpr u32 LATENT_DIMS = 512, ROPE_DIMS = 64, MLA_PANELS = (LATENT_DIMS + ROPE_DIMS) / PANEL_COLUMNS;
-constexpr u32 HALVES = 2, HALF_DIMS = LATENT_DIMS / HALVES, HALF_PANELS = HALF_DIMS / PANEL_COLUMNS;
-constexpr u32 TILE_PANEL_BYTES = MLA_KEYS * PANEL_COLUMNS * 2, ROWS_PANEL_BYTES = MLA_ROWS * PANEL_COLUMNS * 2;
-constexpr u32 WEIGHTS = 4;  // tiles whose weights may be there, two side by side in a panel
+constexpr u32 MLA_PANEL_BYTES = MLA_KEYS * PANEL_COLUMNS * 2;
+constexpr u32 HALVES = 2, QUARTERS = 4, QUARTER_DIMS = LATENT_DIMS / QUARTERS;
 constexpr u32 SCORERS = 4, WRITERS = 8, MLA_READERS = SCORERS + WRITERS;  // warps: one warpgroup of scores, two of out
+
+// Where a quarter begins, in the order of products with K: first and second quarter of each half.
+__device__ __forceinline__ constexpr u32 quarter_dim(u32 quarter) {
+  return quarter % HALVES * (LATENT_DIMS / HALVES) + quarter / HALVES * QUARTER_DIMS;
+}
 
 template <int Q_STEPS, int LATENTS, int ROPES>
 struct MlaShared {
-  static_assert(Q_STEPS % 4 == 0 && LATENTS >= 4 && ROPES >= 3, "scores run two tiles ahead of sums");
+  static_assert(Q_STEPS % 4 == 0 && LATENTS >= QUARTERS && ROPES >= 2, "two tiles are read at the same time");
   static constexpr u32 KEPT = MLA_PANELS - Q_STEPS / 4;  // panels of Q that are not in registers: the last ones
 
   struct alignas(ATOM_BYTES) Layout {
-    unsigned char latents[HALVES][LATENTS][HALF_PANELS * TILE_PANEL_BYTES];
-    unsigned char ropes[ROPES][TILE_PANEL_BYTES];
-    unsigned char q[KEPT][ROWS_PANEL_BYTES];
-    unsigned char weights[WEIGHTS / 2][ROWS_PANEL_BYTES];  // [64 rows, 2 tiles of 32 keys]
-    float decay[WEIGHTS][MLA_ROWS];    // with them: what sums so far are multiplied by, where `raised` says so
-    float inverse[WEIGHTS][MLA_ROWS];  // and, with an item's last tile, what its sums are multiplied by
-    u32 raised[WEIGHTS][4];            // by warp, its rows
+    unsigned char latents[HALVES][LATENTS][2 * MLA_PANEL_BYTES];
+    unsigned char ropes[ROPES][MLA_PANEL_BYTES];
+    unsigned char q[KEPT][MLA_PANEL_BYTES];
+    unsigned char weights[2][MLA_PANEL_BYTES];  // of tiles that are to be multiplied with V: [64 rows, 64 keys]
+    float decay[2][MLA_ROWS];                   // with them: what sums so far are multiplied by, where `raised` says so
+    float inverse[2][MLA_ROWS];                 // and, with an item's last tile, what its sums are multiplied by
+    u32 raised[2][4];                           // by warp, its rows
     u64 latent_full[HALVES][LATENTS], latent_empty[HALVES][LATENTS];
     u64 rope_full[ROPES], rope_empty[ROPES];
-    u64 weights_full[WEIGHTS], weights_empty[WEIGHTS];
+    u64 weights_full[2], weights_empty[2];
     u64 item_full[ITEMS], item_empty[ITEMS];
     Cursor walk, items[ITEMS];
   };

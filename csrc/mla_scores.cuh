@@ -1,31 +1,31 @@
 // The warpgroup of an MLA block that computes scores and weights: 64 packed query rows against the keys in the rings.
 //
-// Q of the item is in its registers, but for the last panels, which it reads from shared memory. Bases of weights are as in
-// consumer.cuh. The next tile's scores are on their way while this one's become weights: so the matrix unit always has
-// something to do, and weights are handed to the two output warpgroups as soon as they are there.
+// Q of the item is in its registers, but for the last panels: a product that takes both operands from shared memory reads
+// 4 KB in 32 clocks, which is all that there is. Bases of weights are as in consumer.cuh.
+//
+// Weights of a tile go to shared memory. They are announced to the two output warpgroups when most of the next tile's
+// products are done: so the next softmax runs under products with V, not the other way round.
 
 #pragma once
 
-#include "merge.cuh"
 #include "mla_ring.cuh"
 
 namespace treeattn {
-
-constexpr int SCORES_BARRIER = 2;  // named barrier of this warpgroup
 
 template <class T, int Q_STEPS, int LATENTS, int ROPES>
 struct MlaScores {
   using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
   static constexpr u32 IN_REGISTERS = Q_STEPS / 4;  // panels of Q
-  static constexpr int COUNT = MLA_KEYS / 2;  // scores of a thread
+  static constexpr int WORDS = MLA_KEYS / EDGE_KEYS;  // mask words of a row and tile
+  static constexpr float LN2 = 0.6931471805599453f;
   static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
   static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
 
   const AttentionParams& p;
   Memory& memory;
   const int warp, lane;
-  Place<LATENTS> latent;  // of the next tile to be multiplied, in both rings
-  Place<ROPES> rope, scored;  // and of the one whose scores are next
+  Place<LATENTS> latent;  // of the next tile's first quarters, in both rings
+  Place<ROPES> rope;
   u32 turn = 0;        // tiles so far: the phase of the weights' barriers
   bool idle = false;   // none of this warp's 16 rows is there: it only takes part in the products
   float base[2];  // of the weights of this thread's two rows, base 2
@@ -43,77 +43,68 @@ struct MlaScores {
     if (lane == 0) barrier_arrive(shared_address(&empty));
   }
 
-  // 2 x 2 blocks of a panel's step of 16 columns, rows from `row` on: the row that this lane names (`load_blocks`).
-  __device__ __forceinline__ u32 block_row(u32 panel, u32 row, u32 step) const {
-    return panel + (row + lane % 16) * 128 + ((step * 2 + lane / 16 ^ lane % 8) << 4);
+  // 4 x 4 blocks of a panel's step of 16 columns: the row that this lane names of 8 x 8 blocks (`load_blocks`).
+  __device__ __forceinline__ u32 block_row(u32 panel, u32 step) const {
+    return panel + (warp * 16 + lane % 16) * 128 + ((step * 2 + lane / 16 ^ lane % 8) << 4);
   }
 
-  // This warp's rows of a panel of Q, which begin at `row`, to registers.
-  __device__ __forceinline__ void take(u32* q, u32 panel, u32 row) const {
+  // A panel of Q to registers.
+  __device__ __forceinline__ void take(u32* q, u32 panel) const {
 #pragma unroll
     for (u32 step = 0; step < 4; ++step) {
-      load_blocks(q + 4 * step, block_row(panel, row, step));
+      load_blocks(q + 4 * step, block_row(panel, step));
 #pragma unroll
       for (int i = 0; i < 4; ++i) q[4 * step + i] ^= p.q_sign;
     }
   }
 
-  // The same to where they are kept.
-  __device__ __forceinline__ void keep(u32 to, u32 panel, u32 row) const {
+  // A panel of Q to where it is kept: this warp's rows.
+  __device__ __forceinline__ void keep(u32 to, u32 panel) const {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-      const u32 at = (i * 32 + lane) * 16;
+      const u32 at = warp * 16 * 128 + (i * 32 + lane) * 16;
       u32 part[4];
-      load_shared_16(part, panel + row * 128 + at);
-      store_shared_16(to + warp * 16 * 128 + at, part[0] ^ p.q_sign, part[1] ^ p.q_sign, part[2] ^ p.q_sign,
-                      part[3] ^ p.q_sign);
+      load_shared_16(part, panel + at);
+      store_shared_16(to + at, part[0] ^ p.q_sign, part[1] ^ p.q_sign, part[2] ^ p.q_sign, part[3] ^ p.q_sign);
     }
   }
 
   __device__ __forceinline__ u32 kept(u32 panel) const { return shared_address(memory.q[panel - IN_REGISTERS]); }
 
-  __device__ __forceinline__ void wait_latent(u32 half, const Place<LATENTS>& at) const {
-    barrier_wait(shared_address(&memory.latent_full[half][at.stage()]), at.phase());
-  }
-  __device__ __forceinline__ void wait_rope(const Place<ROPES>& at) const {
-    barrier_wait(shared_address(&memory.rope_full[at.stage()]), at.phase());
+  // Wait for a quarter of the next tile, and say where it is in its ring.
+  __device__ __forceinline__ Place<LATENTS> wait_quarter(u32 quarter) const {
+    const Place<LATENTS> at = quarter < HALVES ? latent : latent.next();
+    barrier_wait(shared_address(&memory.latent_full[quarter % HALVES][at.stage()]), at.phase());
+    return at;
   }
 
-  // Q of the item, which comes through the rings as two tiles do: 32 rows each.
+  // Q of the item, which comes through the rings as a tile does.
   __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS]) {
-    const Place<LATENTS> second = latent.next(), mine = warp < 2 ? latent : second;
-    const Place<ROPES> rope_second = rope.next(), rope_mine = warp < 2 ? rope : rope_second;
-    const u32 row = warp % 2 * 16;
-    threads_sync<128>(SCORES_BARRIER);  // products of the item before are done in all warps: what is kept may go
-    wait_rope(rope);
-    wait_rope(rope_second);
-    keep(kept(MLA_PANELS - 1), shared_address(memory.ropes[rope_mine.stage()]), row);
-#pragma unroll
-    for (u32 half = 0; half < HALVES; ++half) {
-      wait_latent(half, latent);
-      wait_latent(half, second);
-      const u32 from = shared_address(memory.latents[half][mine.stage()]);
-#pragma unroll
-      for (u32 i = 0; i < HALF_PANELS; ++i) {
-        const u32 panel = half * HALF_PANELS + i;
-        if (panel < IN_REGISTERS)
-          take(q + 16 * panel, from + i * TILE_PANEL_BYTES, row);
-        else
-          keep(kept(panel), from + i * TILE_PANEL_BYTES, row);
-      }
-      release(memory.latent_empty[half][latent.stage()]);
-      release(memory.latent_empty[half][second.stage()]);
-    }
+    threads_sync<128>(1);  // products of the item before are done in all warps: what is kept may go
+    barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
+    keep(kept(MLA_PANELS - 1), shared_address(memory.ropes[rope.stage()]));
     release(memory.rope_empty[rope.stage()]);
-    release(memory.rope_empty[rope_second.stage()]);
-    latent = second.next();
-    rope = scored = rope_second.next();
+    rope = rope.next();
+#pragma unroll
+    for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
+      const Place<LATENTS> at = wait_quarter(quarter);
+      const u32 from = shared_address(memory.latents[quarter % HALVES][at.stage()]);
+#pragma unroll
+      for (u32 panel = 2 * quarter; panel < 2 * quarter + 2; ++panel) {
+        if (panel < IN_REGISTERS)
+          take(q + 16 * panel, from + panel % 2 * MLA_PANEL_BYTES);
+        else
+          keep(kept(panel), from + panel % 2 * MLA_PANEL_BYTES);
+      }
+      release(memory.latent_empty[quarter % HALVES][at.stage()]);
+    }
+    latent.skip(2);
     fence_async_proxy();
-    threads_sync<128>(SCORES_BARRIER);
+    threads_sync<128>(1);
   }
 
-  // scores (+)= 64 dims of Q K^T: panel number `panel` of Q, the rope part being the last, which comes first.
-  __device__ __forceinline__ void multiply_panel(float (&scores)[COUNT], const u32 (&q)[4 * Q_STEPS], u32 panel,
+  // scores += 64 dims of Q K^T: panel number `panel` of Q, the rope part being the last.
+  __device__ __forceinline__ void multiply_panel(float (&scores)[MLA_KEYS / 2], const u32 (&q)[4 * Q_STEPS], u32 panel,
                                                  u32 keys) const {
     const u64 k = operand(keys, 16, ATOM_BYTES);
 #pragma unroll
@@ -126,60 +117,78 @@ struct MlaScores {
     }
   }
 
-  // Set out to compute the next tile's scores.
-  __device__ __forceinline__ void multiply_k(float (&scores)[COUNT], const u32 (&q)[4 * Q_STEPS], bool threads_copied) {
-    wait_rope(rope);
+  // Scores of the next tile. `held`: there are weights that wait to be announced.
+  __device__ __forceinline__ void multiply_k(float (&scores)[MLA_KEYS / 2], const u32 (&q)[4 * Q_STEPS], bool threads_copied,
+                                             bool held) {
+    barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
     if (threads_copied) fence_async_proxy();
     pin(scores);
     wgmma_fence();
     multiply_panel(scores, q, MLA_PANELS - 1, shared_address(memory.ropes[rope.stage()]));
 #pragma unroll
-    for (u32 half = 0; half < HALVES; ++half) {
-      wait_latent(half, latent);
+    for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
+      const Place<LATENTS> at = wait_quarter(quarter);
       if (threads_copied) fence_async_proxy();
       wgmma_fence();
-      const u32 keys = shared_address(memory.latents[half][latent.stage()]);
-#pragma unroll
-      for (u32 i = 0; i < HALF_PANELS; ++i) multiply_panel(scores, q, half * HALF_PANELS + i, keys + i * TILE_PANEL_BYTES);
+      const u32 keys = shared_address(memory.latents[quarter % HALVES][at.stage()]);
+      multiply_panel(scores, q, 2 * quarter, keys);
+      multiply_panel(scores, q, 2 * quarter + 1, keys + MLA_PANEL_BYTES);
+      if (quarter >= QUARTERS - 2) wgmma_commit();
     }
-    wgmma_commit();
-    latent = latent.next();
+    latent.skip(2);
+    if (held) fence_async_proxy();  // waits for stores, which costs nothing here
+    wgmma_wait<1>();
+    if (held) announce();
+    wgmma_wait<0>();
+    pin(scores);
+    release(memory.rope_empty[rope.stage()]);
     rope = rope.next();
   }
 
-  // Mask words of this thread's rows for an edge unit.
-  __device__ __forceinline__ void load_words(u32 (&words)[2], const Cursor& at, i32 unit) const {
-    const i32 word = unit - at.prefix_units;
-    // keys of the prefix are seen by every row; behind the prefix or the nodes there is nothing
-    const i32 keys = word < 0 ? at.prefix - at.tail_key - unit * EDGE_KEYS : at.present - word * EDGE_KEYS;
-    const u32 bound = keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
+  // The weights of the tile before may be read; behind a fence.
+  __device__ __forceinline__ void announce() const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&memory.weights_full[turn % 2 ^ 1]));
+  }
+
+  // Mask words of this thread's rows for the edge tile whose first unit is `unit`.
+  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const i32 row = at.row0 + local(half);
-      words[half] = bound;
-      if (word >= 0 && bound != 0) {
-        const i64 node = at.first_row + row_node(p, row);
-        words[half] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
+    for (int i = 0; i < WORDS; ++i) {
+      const i32 word = unit + i - at.prefix_units;
+      // keys of the prefix are seen by every row; behind the prefix or the nodes there is nothing
+      const i32 keys = word < 0 ? at.prefix - at.tail_key - (unit + i) * EDGE_KEYS : at.present - word * EDGE_KEYS;
+      const u32 bound = unit + i >= at.edge_end || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const i32 row = at.row0 + local(half);
+        words[half][i] = bound;
+        if (word >= 0 && bound != 0) {
+          const i64 node = at.first_row + row / p.group;
+          words[half][i] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void mask(float (&scores)[COUNT], const u32 (&words)[2]) const {
+  __device__ __forceinline__ void mask(float (&scores)[MLA_KEYS / 2], const u32 (&words)[2][WORDS]) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const u32 mine = words[half] >> (lane % 4 * 2);
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
+      for (int i = 0; i < WORDS; ++i) {
+        const u32 mine = words[half][i] >> (lane % 4 * 2);
 #pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& score = scores[4 * j + 2 * half + odd];
-          score = mine >> (8 * j + odd) & 1 ? score : -infinity();
-        }
-    }
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            float& score = scores[4 * (4 * i + j) + 2 * half + odd];
+            score = mine >> (8 * j + odd) & 1 ? score : -infinity();
+          }
+      }
   }
 
   // Scores to weights, in place; true if bases have moved, by what is in `decay`.
-  __device__ __forceinline__ bool softmax(float (&scores)[COUNT]) {
+  __device__ __forceinline__ bool softmax(float (&scores)[MLA_KEYS / 2]) {
     float best[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -218,6 +227,15 @@ struct MlaScores {
     return raised;
   }
 
+  // Give the sink of a row's head its weight; a row that saw nothing stays 0 and -inf. (Of parts, the merge does.)
+  __device__ __forceinline__ void add_sink(float& inverse, float& lse, i64 head) const {
+    const float sink = fminf(fmaxf(number_at(p.sinks, head, p.sinks_type), -1e37f), 1e37f) / LN2;  // not inf - inf
+    const float top = fmaxf(lse, sink);
+    const float all = top + log2_approx(exp2_approx(lse - top) + exp2_approx(sink - top));
+    inverse *= exp2_approx(lse - all);
+    if (p.sinks_in_lse != 0 && lse > -infinity()) lse = all;
+  }
+
   // With an item's last tile: what sums of rows are multiplied by, for the output warpgroups, and lse.
   __device__ __forceinline__ void finish(const Cursor& at) const {
     const i64 part_row = mla_part(p, at);
@@ -231,28 +249,28 @@ struct MlaScores {
       const i32 row = at.row0 + local(half);
       if (lane % 4 == 0 && row < at.row_end) {
         if (at.whole) {
-          const u32 within = row_node(p, row);
-          const i64 node = at.first_row + static_cast<i64>(within), head = at.kv_head * p.group + (row - within * p.group);
-          if (p.sinks != nullptr) add_sink(p, inverse, lse, head);
+          const i64 node = at.first_row + row / p.group, head = at.kv_head * p.group + row % p.group;
+          if (p.sinks != nullptr) add_sink(inverse, lse, head);
           if (p.lse != nullptr) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
         } else {
           p.partial_lse[part_row + local(half)] = lse;
         }
-        memory.inverse[turn % WEIGHTS][local(half)] = inverse;
+        memory.inverse[turn % 2][local(half)] = inverse;
       }
     }
   }
 
-  // Weights to shared memory, once those that were there are with the output warpgroups.
-  __device__ __forceinline__ void store_weights(const float (&scores)[COUNT], bool raised) {
-    const u32 slot = turn % WEIGHTS;
-    u32 parts[2][4];
+  // Weights to shared memory, once those of the tile before are with the output warpgroups.
+  __device__ __forceinline__ void store_weights(const float (&scores)[MLA_KEYS / 2], bool raised) {
+    const u32 slot = turn % 2;
+    barrier_wait(shared_address(&memory.weights_empty[slot]), turn / 2 % 2 ^ 1);
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) parts[i / 4][i % 4] = pack<T>(scores[2 * i], scores[2 * i + 1]);
-    barrier_wait(shared_address(&memory.weights_empty[slot]), turn / WEIGHTS % 2 ^ 1);
+    for (u32 step = 0; step < MLA_KEYS / 16; ++step) {
+      u32 part[4];
 #pragma unroll
-    for (u32 step = 0; step < 2; ++step)
-      store_blocks(block_row(shared_address(memory.weights[slot / 2]), warp * 16, slot % 2 * 2 + step), parts[step]);
+      for (int i = 0; i < 4; ++i) part[i] = pack<T>(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
+      store_blocks(block_row(shared_address(memory.weights[slot]), step), part);
+    }
     if (raised && lane % 4 == 0) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) memory.decay[slot][local(half)] = decay[half];
@@ -260,59 +278,32 @@ struct MlaScores {
     if (lane == 0) memory.raised[slot][warp] = raised;
   }
 
-  // A tile's scores become weights, and are handed on.
-  __device__ __forceinline__ void weigh(float (&scores)[COUNT], const Cursor& at, const u32 (&words)[2], i32 tile) {
-    pin(scores);
-    release(memory.rope_empty[scored.stage()]);
-    scored = scored.next();
-    bool raised = false;
-    if (!idle) {
-      if (tile >= uniform(at.full_tiles)) mask(scores, words);
-      raised = softmax(scores);
-    }
-    store_weights(scores, raised);
-    if (tile == uniform(at.tiles) - 1) finish(at);
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&memory.weights_full[turn % WEIGHTS]));
-    turn += 1;
-  }
-
   __device__ __forceinline__ void item(const Cursor& at) {
-    const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles), edge = uniform(at.edge_begin) - full;
-    const bool rows = p.page_rows == 0;
-    u32 q[4 * Q_STEPS], words[2];
-    float even[COUNT], odd[COUNT];
+    const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
+    u32 q[4 * Q_STEPS];
+    float scores[MLA_KEYS / 2];
     idle = uniform(at.row0) + warp * 16 >= uniform(at.row_end);
     load_q(q);
     base[0] = base[1] = LOWEST;
     sum[0] = sum[1] = 0.f;
-    multiply_k(even, q, full == 0 || rows);
-    i32 tile = 0;
 #pragma unroll 1
-    for (; tile + 2 < tiles; tile += 2) {
-      multiply_k(odd, q, tile + 1 >= full || rows);
-      if (tile >= full) load_words(words, at, edge + tile);
-      wgmma_wait<1>();
-      weigh(even, at, words, tile);
-      multiply_k(even, q, tile + 2 >= full || rows);
-      if (tile + 1 >= full) load_words(words, at, edge + tile + 1);
-      wgmma_wait<1>();
-      weigh(odd, at, words, tile + 1);
+    for (i32 tile = 0; tile < tiles; ++tile) {
+      const bool edge = tile >= full;
+      u32 words[2][WORDS];
+      if (edge) load_words(words, at, at.edge_begin + (tile - full) * WORDS);
+      multiply_k(scores, q, edge || p.page_rows == 0, tile > 0);
+      bool raised = false;
+      if (!idle) {
+        if (edge) mask(scores, words);
+        raised = softmax(scores);
+      }
+      store_weights(scores, raised);
+      if (tile == tiles - 1) finish(at);
+      __syncwarp();
+      turn += 1;
     }
-    if (tile + 1 < tiles) {
-      multiply_k(odd, q, tile + 1 >= full || rows);
-      if (tile >= full) load_words(words, at, edge + tile);
-      wgmma_wait<1>();
-      weigh(even, at, words, tile);
-      if (tile + 1 >= full) load_words(words, at, edge + tile + 1);
-      wgmma_wait<0>();
-      weigh(odd, at, words, tile + 1);
-    } else {
-      if (tile >= full) load_words(words, at, edge + tile);
-      wgmma_wait<0>();
-      weigh(even, at, words, tile);
-    }
+    fence_async_proxy();
+    announce();
   }
 
   __device__ __forceinline__ void run() {

@@ -46,7 +46,7 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
       barrier_init(shared_address(&memory.rope_full[i]), RING_ARRIVALS);
       barrier_init(shared_address(&memory.rope_empty[i]), 4);
     }
-    for (int i = 0; i < static_cast<int>(WEIGHTS); ++i) {
+    for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&memory.weights_full[i]), SCORERS);
       barrier_init(shared_address(&memory.weights_empty[i]), WRITERS);
     }

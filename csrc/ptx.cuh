@@ -335,26 +335,6 @@ struct Product;
 
 #define TREEATTN_PRODUCT(TYPE, NAME)                                                                               \
   template <int ACROSS>                                                                                            \
-  struct Product<TYPE, 32, ACROSS> {                                                                               \
-    static __device__ __forceinline__ void run(float (&d)[16], const u32* a, u64 b, int accumulate) {              \
-      asm volatile(                                                                                                \
-          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %21, 0;\n\t"                                                       \
-          "wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                              \
-          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, "   \
-          "p, 1, 1, %22;\n\t}"                                                                                     \
-          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8)                                                                   \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));                     \
-    }                                                                                                              \
-    static __device__ __forceinline__ void run_shared(float (&d)[16], u64 a, u64 b, int accumulate) {              \
-      asm volatile(                                                                                                \
-          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %18, 0;\n\t"                                                       \
-          "wgmma.mma_async.sync.aligned.m64n32k16.f32." NAME "." NAME                                              \
-          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, %19;\n\t}"\
-          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8)                                                                   \
-          : "l"(a), "l"(b), "r"(accumulate), "n"(ACROSS));                                                         \
-    }                                                                                                              \
-  };                                                                                                               \
-  template <int ACROSS>                                                                                            \
   struct Product<TYPE, 64, ACROSS> {                                                                               \
     static __device__ __forceinline__ void run(float (&d)[32], const u32* a, u64 b, int accumulate) {              \
       asm volatile(                                                                                                \
@@ -364,6 +344,15 @@ struct Product;
           "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n\t}"       \
           : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24)                           \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));                     \
+    }                                                                                                              \
+    static __device__ __forceinline__ void run_shared(float (&d)[32], u64 a, u64 b, int accumulate) {              \
+      asm volatile(                                                                                                \
+          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"                                                       \
+          "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME                                              \
+          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+          "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, %35;\n\t}"                     \
+          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24)                           \
+          : "l"(a), "l"(b), "r"(accumulate), "n"(ACROSS));                                                         \
     }                                                                                                              \
   };                                                                                                               \
   template <int ACROSS>                                                                                            \

@@ -17,7 +17,7 @@ from settings_of_tests import Setting
 
 import treeattn
 from treeattn.cuda.build import KernelShape, kernels_in, source_dir
-from treeattn.cuda.config import MLA_DIMS, MLA_KEYS, Variant
+from treeattn.cuda.config import KEYS, MLA_DIMS, Variant
 from treeattn.cuda.launch import load
 from treeattn.driver import LOCAL_BYTES
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
@@ -78,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_as_many_blocks_fit_as_the_plan_counts_on(source: str) -> None:
     """And no thread has local memory, as the driver says of the kernels that it has loaded."""
     for name, shape in kernels_in(source).items():
-        variant = Variant(shape.dtype.lower(), MLA_DIMS[0], 1, MLA_KEYS)
+        variant = Variant(shape.dtype.lower(), MLA_DIMS[0], 1, KEYS)
         if isinstance(shape, KernelShape):
             variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys, shape.options)
         assert variant.name == name

@@ -86,7 +86,7 @@ class HostAttention:
     """In place of the launch of Triton's attention kernel."""
 
     def __init__(self, library: Any, step: Step, *tensors: Any) -> None:
-        self.library, self.step, self.maps = library, step, CacheMaps(step, step.config, tensors[-2])
+        self.library, self.step, self.maps = library, step, CacheMaps(step, tensors[-2])
         self.params = params_of(step, *tensors)
         self.sinks = tensors[-3].sinks is not None
         self.params.page_rows = self.maps.rows

@@ -109,12 +109,12 @@ class MlaShape(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size of ``MlaShared::Layout`` (csrc/mla_ring.cuh), which a compile test compares with the compiler's."""
-        places, weights = 2 * self.latents * 4 + self.ropes, 4  # panels of 32 rows in the rings; tiles of weights
-        panels = 9 - self.q_steps // 4 + weights // 2  # of 64 rows
-        handed = weights * (64 + 64 + 4) * 4
-        barriers = 4 * self.latents + 2 * self.ropes + 2 * weights + 2 * ITEMS
+        kept = 9 - self.q_steps // 4
+        panels = 4 * self.latents + self.ropes + kept + 2
+        handed = 2 * (64 + 64 + 4) * 4
+        barriers = 4 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
         rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
-        return -(-((places * 32 + panels * 64) * 128 + rest) // ATOM_BYTES) * ATOM_BYTES
+        return -(-(panels * 64 * 128 + rest) // ATOM_BYTES) * ATOM_BYTES
 
 
 class BuildError(RuntimeError):

@@ -15,8 +15,7 @@ MLA_DIMS = (576, 512)
 """Of latent rows: of K, and of V in it."""
 MLA_WARPS = 16
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-KEYS, MLA_KEYS = 64, 32
-"""Of a KV tile; of latent rows."""
+KEYS = 64
 WINDOW, CAP = 1, 2
 """Options that have kernels of their own, as bits (``OPTION_*`` of csrc/ring.cuh)."""
 SUFFIXES = {0: "", WINDOW: "_window", WINDOW + CAP: "_capped"}
@@ -81,7 +80,7 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
     """Tiles of a group of layers, in the terms of the plan."""
     if geometry.shared_kv:
         reason = "64 rows, whose sums are half of the registers"
-        return KernelConfig(64, MLA_KEYS, geometry.head_dim, MLA_WARPS, 5, 1, 4, reason)
+        return KernelConfig(64, KEYS, geometry.head_dim, MLA_WARPS, 2, 1, 2, reason)
     consumers = consumers_for(geometry.group * max_q_len)
     blocks = 2 if consumers == 1 else 1
     reason = {

@@ -14,7 +14,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from ..config import KernelConfig
 from ..driver import (
     BFLOAT16,
     FLOAT16,
@@ -34,7 +33,7 @@ from ..plan import Step
 from ..scoring import Scoring
 from .binary import Binary, asked_macros, load_first
 from .build import kernels_in
-from .config import Variant, variant_of
+from .config import KEYS, Variant, variant_of
 from .params import Q_SIGNS, AttentionParams, TensorMap, division
 
 ROW_BYTES = 16
@@ -176,25 +175,25 @@ def params_of(
     return params
 
 
-def box_rows(page_size: int, keys: int) -> int:
-    """Slots of a page that a tensor copy brings at once, to tiles of so many keys; 0: none (8 rows are a swizzle period).
+def box_rows(page_size: int) -> int:
+    """Slots of a page that a tensor copy brings at once; 0 where there is none: 8 rows are the period of the swizzle.
 
-    >>> box_rows(16, 64), box_rows(48, 64), box_rows(256, 64), box_rows(1, 64)
+    >>> box_rows(16), box_rows(48), box_rows(256), box_rows(1)
     (16, 16, 64, 0)
     """
-    rows = math.gcd(page_size, keys)
+    rows = math.gcd(page_size, KEYS)
     return rows if rows >= 8 else 0
 
 
 class CacheMaps:
     """Tensor maps of the K and V caches of a step's layers, made once for each pair of them."""
 
-    def __init__(self, step: Step, config: KernelConfig, cache_strides: tuple[int, ...]) -> None:
+    def __init__(self, step: Step, cache_strides: tuple[int, ...]) -> None:
         self.page_size, self.kv_heads, self.head_dim = step.kv.page_size, step.num_kv_heads, step.head_dim
         self.dtype = BFLOAT16 if step.dtype == torch.bfloat16 else FLOAT16
         self.strides = [2 * stride for stride in cache_strides]  # page, slot, head: of K, of V
         usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
-        self.rows = box_rows(self.page_size, config.block_n) if usable else 0
+        self.rows = box_rows(self.page_size) if usable else 0
         self.made: dict[tuple[int, int, int], bytes] = {}
 
     def of(self, k: int, v: int, num_pages: int) -> bytes:
@@ -292,7 +291,7 @@ class AttentionLaunch:
         self.device_index = index_of(step.layout.device)
         self.function = prepare(step, scoring.logits_soft_cap > 0)
         self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
-        self.maps = CacheMaps(step, step.config, cache_strides)
+        self.maps = CacheMaps(step, cache_strides)
         self.template = params_of(step, q, k_tree, v_tree, out, lse, scoring, cache_strides, zero_tail)
         self.template.page_rows = self.maps.rows
         self.grid, self.threads = step.num_programs, 32 * step.config.num_warps
