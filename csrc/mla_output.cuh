@@ -37,7 +37,7 @@ struct MlaOutput {
   __device__ __forceinline__ void multiply_v(float (&sums)[COUNT], const Place<LATENTS>& at, bool threads_copied,
                                              bool first) const {
     barrier_wait(shared_address(&memory.latent_full[group][at.stage()]), at.phase());
-    if (threads_copied) fence_async_proxy();
+    if (seldom(threads_copied)) fence_async_proxy();
     const u64 v = operand(shared_address(memory.latents[group][at.stage()]), MLA_PANEL_BYTES, ATOM_BYTES);
     const u64 weights = operand(shared_address(memory.weights[turn % 2]), 16, ATOM_BYTES);
     wgmma_fence();
@@ -87,7 +87,7 @@ struct MlaOutput {
       const bool threads_copied = tile >= full || p.page_rows == 0;
       const u32 slot = turn % 2;
       barrier_wait(shared_address(&memory.weights_full[slot]), turn / 2 % 2);
-      if (tile > 0 && memory.raised[slot][warp] != 0) {
+      if (seldom(tile > 0 && memory.raised[slot][warp] != 0)) {
         const float decay[2] = {memory.decay[slot][local(0)], memory.decay[slot][local(1)]};
         scale(low, decay);
         scale(high, decay);

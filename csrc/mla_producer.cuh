@@ -12,6 +12,7 @@
 
 namespace treeattn {
 
+constexpr u32 AHEAD = 3;           // tiles that are brought to L2 ahead of the one that the rings ask for
 constexpr u32 RING_ARRIVALS = 32;  // of a ring's warp: each lane's copies arrive by themselves; a tensor copy's lane for all
 
 // A ring that a warp fills. A tile goes through it as PARTS parts of PANELS panels each, dims of a row from `dim` on.
@@ -151,6 +152,7 @@ struct MlaProducer {
                    ring.dim + part * Ring::PART_DIMS + panel * PANEL_COLUMNS, within, head, page, barrier);
         ring.place = ring.place.next();
       }
+      count(ring);
     }
   }
 
@@ -178,7 +180,14 @@ struct MlaProducer {
       const u64 high = cached(pages[1], position_at(at, tile, 1), at.kv_head);
       load_pages(pages, at, tile + 1);
       copy_tile(ring, low, high);
+      count(ring);
     }
+  }
+
+  // A full tile has been asked for.
+  template <class Ring>
+  __device__ __forceinline__ void count(const Ring& ring) const {
+    if (ring.dim == 0 && lane == 0) *const_cast<volatile u32*>(&memory.asked) += 1;
   }
 
   // Bring the items of the block, one after another, to a ring.
@@ -203,9 +212,30 @@ struct MlaProducer {
     copy_async_wait_all();  // no thread ends with copies on their way
   }
 
+  // Ask for full tiles of an item ahead of the rings, from DRAM to L2: it is further away than the rings are long. Row tiles
+  // of a request read the same keys at the same time, and the first one's blocks ask for all.
+  __device__ __forceinline__ void fetch_ahead(const Cursor& at, u32& tiles) const {
+    if (at.lane > 0) {
+      tiles += at.full_tiles;
+      return;
+    }
+#pragma unroll 1
+    for (i32 tile = 0; tile < at.full_tiles; ++tile, ++tiles) {
+      u32 asked = poll(memory.asked);
+      while (tiles > asked + AHEAD) asked = poll(memory.asked);
+      if (tiles < asked) continue;
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        const u32 position = position_at(at, tile, half), page = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+        prefetch_row(cached(page, position, at.kv_head), MLA_PANELS * PANEL_COLUMNS * 2);
+      }
+    }
+  }
+
   // Hand out the items; the plan's record of this block is in memory.walk.
   __device__ __forceinline__ void walk() {
     Place<1> place;
+    u32 tiles = 0;  // full tiles so far
     for (;;) {
       barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
       if (lane == 0) cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
@@ -215,6 +245,8 @@ struct MlaProducer {
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
       if (ends) break;
+      fetch_ahead(memory.walk, tiles);
+      __syncwarp();
       if (lane == 0) cursor_advance<MLA_ROWS>(memory.walk, p);
       __syncwarp();
       place.next_item();

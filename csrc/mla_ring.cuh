@@ -41,6 +41,7 @@ struct MlaShared {
     u64 weights_full[2], weights_empty[2];
     u64 item_full[ITEMS], item_empty[ITEMS];
     Cursor walk, items[ITEMS];
+    u32 asked;  // full tiles that the first ring's warp has asked for
   };
 };
 

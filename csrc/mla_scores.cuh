@@ -8,16 +8,18 @@
 
 #pragma once
 
+#include "merge.cuh"
 #include "mla_ring.cuh"
 
 namespace treeattn {
+
+constexpr int SCORES_BARRIER = 2;  // named barrier of this warpgroup
 
 template <class T, int Q_STEPS, int LATENTS, int ROPES>
 struct MlaScores {
   using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
   static constexpr u32 IN_REGISTERS = Q_STEPS / 4;  // panels of Q
   static constexpr int WORDS = MLA_KEYS / EDGE_KEYS;  // mask words of a row and tile
-  static constexpr float LN2 = 0.6931471805599453f;
   static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
   static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
 
@@ -80,7 +82,7 @@ struct MlaScores {
 
   // Q of the item, which comes through the rings as a tile does.
   __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS]) {
-    threads_sync<128>(1);  // products of the item before are done in all warps: what is kept may go
+    threads_sync<128>(SCORES_BARRIER);  // products of the item before are done in all warps: what is kept may go
     barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
     keep(kept(MLA_PANELS - 1), shared_address(memory.ropes[rope.stage()]));
     release(memory.rope_empty[rope.stage()]);
@@ -98,44 +100,51 @@ struct MlaScores {
       }
       release(memory.latent_empty[quarter % HALVES][at.stage()]);
     }
-    latent.skip(2);
+    latent = latent.next().next();
     fence_async_proxy();
-    threads_sync<128>(1);
+    threads_sync<128>(SCORES_BARRIER);
   }
 
-  // scores += 64 dims of Q K^T: panel number `panel` of Q, the rope part being the last.
+  // scores (+)= 64 dims of Q K^T: panel number `panel` of Q, of which the rope part is the last and the first comes first.
   __device__ __forceinline__ void multiply_panel(float (&scores)[MLA_KEYS / 2], const u32 (&q)[4 * Q_STEPS], u32 panel,
                                                  u32 keys) const {
     const u64 k = operand(keys, 16, ATOM_BYTES);
 #pragma unroll
     for (u32 step = 0; step < 4; ++step) {
       if (panel < IN_REGISTERS)
-        Product<T, MLA_KEYS, 0>::run(scores, q + 16 * panel + 4 * step, k + 2 * step, 1);
+        Product<T, MLA_KEYS, 0>::run(scores, q + 16 * panel + 4 * step, k + 2 * step, panel > 0 || step > 0);
       else
-        Product<T, MLA_KEYS, 0>::run_shared(scores, operand(kept(panel), 16, ATOM_BYTES) + 2 * step, k + 2 * step,
-                                            panel < MLA_PANELS - 1 || step > 0);
+        Product<T, MLA_KEYS, 0>::run_shared(scores, operand(kept(panel), 16, ATOM_BYTES) + 2 * step, k + 2 * step, 1);
     }
   }
 
-  // Scores of the next tile. `held`: there are weights that wait to be announced.
+  // The same of a quarter of the latent part.
+  __device__ __forceinline__ void multiply_quarter(float (&scores)[MLA_KEYS / 2], const u32 (&q)[4 * Q_STEPS], u32 quarter,
+                                                   bool threads_copied) const {
+    const Place<LATENTS> at = wait_quarter(quarter);
+    if (seldom(threads_copied)) fence_async_proxy();
+    wgmma_fence();
+    const u32 keys = shared_address(memory.latents[quarter % HALVES][at.stage()]);
+    multiply_panel(scores, q, 2 * quarter, keys);
+    multiply_panel(scores, q, 2 * quarter + 1, keys + MLA_PANEL_BYTES);
+  }
+
+  // Scores of the next tile. `held`: there are weights that wait to be announced. Panels of Q in shared memory come in the
+  // middle: such products take longer to begin and to end.
   __device__ __forceinline__ void multiply_k(float (&scores)[MLA_KEYS / 2], const u32 (&q)[4 * Q_STEPS], bool threads_copied,
                                              bool held) {
-    barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
-    if (threads_copied) fence_async_proxy();
     pin(scores);
+    multiply_quarter(scores, q, 0, threads_copied);
+    multiply_quarter(scores, q, 1, threads_copied);
+    barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
+    if (seldom(threads_copied)) fence_async_proxy();
     wgmma_fence();
     multiply_panel(scores, q, MLA_PANELS - 1, shared_address(memory.ropes[rope.stage()]));
-#pragma unroll
-    for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
-      const Place<LATENTS> at = wait_quarter(quarter);
-      if (threads_copied) fence_async_proxy();
-      wgmma_fence();
-      const u32 keys = shared_address(memory.latents[quarter % HALVES][at.stage()]);
-      multiply_panel(scores, q, 2 * quarter, keys);
-      multiply_panel(scores, q, 2 * quarter + 1, keys + MLA_PANEL_BYTES);
-      if (quarter >= QUARTERS - 2) wgmma_commit();
-    }
-    latent.skip(2);
+    multiply_quarter(scores, q, 3, threads_copied);
+    wgmma_commit();
+    multiply_quarter(scores, q, 2, threads_copied);
+    wgmma_commit();
+    latent = latent.next().next();
     if (held) fence_async_proxy();  // waits for stores, which costs nothing here
     wgmma_wait<1>();
     if (held) announce();
@@ -164,7 +173,7 @@ struct MlaScores {
         const i32 row = at.row0 + local(half);
         words[half][i] = bound;
         if (word >= 0 && bound != 0) {
-          const i64 node = at.first_row + row / p.group;
+          const i64 node = at.first_row + static_cast<i64>(row_node(p, row));
           words[half][i] &= row < at.row_end ? __ldg(p.mask_words + node * p.num_words + word) : 0;
         }
       }
@@ -199,7 +208,7 @@ struct MlaScores {
     }
     const bool exceeds = fmaxf(best[0] * p.scale - base[0], best[1] * p.scale - base[1]) > GROWTH;
     const bool raised = __any_sync(~0u, exceeds);
-    if (raised) {
+    if (seldom(raised)) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float most = best[half];
@@ -227,15 +236,6 @@ struct MlaScores {
     return raised;
   }
 
-  // Give the sink of a row's head its weight; a row that saw nothing stays 0 and -inf. (Of parts, the merge does.)
-  __device__ __forceinline__ void add_sink(float& inverse, float& lse, i64 head) const {
-    const float sink = fminf(fmaxf(number_at(p.sinks, head, p.sinks_type), -1e37f), 1e37f) / LN2;  // not inf - inf
-    const float top = fmaxf(lse, sink);
-    const float all = top + log2_approx(exp2_approx(lse - top) + exp2_approx(sink - top));
-    inverse *= exp2_approx(lse - all);
-    if (p.sinks_in_lse != 0 && lse > -infinity()) lse = all;
-  }
-
   // With an item's last tile: what sums of rows are multiplied by, for the output warpgroups, and lse.
   __device__ __forceinline__ void finish(const Cursor& at) const {
     const i64 part_row = mla_part(p, at);
@@ -249,8 +249,9 @@ struct MlaScores {
       const i32 row = at.row0 + local(half);
       if (lane % 4 == 0 && row < at.row_end) {
         if (at.whole) {
-          const i64 node = at.first_row + row / p.group, head = at.kv_head * p.group + row % p.group;
-          if (p.sinks != nullptr) add_sink(inverse, lse, head);
+          const u32 within = row_node(p, row);
+          const i64 node = at.first_row + static_cast<i64>(within), head = at.kv_head * p.group + (row - within * p.group);
+          if (p.sinks != nullptr) add_sink(p, inverse, lse, head);
           if (p.lse != nullptr) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
         } else {
           p.partial_lse[part_row + local(half)] = lse;
@@ -290,15 +291,15 @@ struct MlaScores {
     for (i32 tile = 0; tile < tiles; ++tile) {
       const bool edge = tile >= full;
       u32 words[2][WORDS];
-      if (edge) load_words(words, at, at.edge_begin + (tile - full) * WORDS);
+      if (seldom(edge)) load_words(words, at, at.edge_begin + (tile - full) * WORDS);
       multiply_k(scores, q, edge || p.page_rows == 0, tile > 0);
       bool raised = false;
       if (!idle) {
-        if (edge) mask(scores, words);
+        if (seldom(edge)) mask(scores, words);
         raised = softmax(scores);
       }
       store_weights(scores, raised);
-      if (tile == tiles - 1) finish(at);
+      if (seldom(tile == tiles - 1)) finish(at);
       __syncwarp();
       turn += 1;
     }

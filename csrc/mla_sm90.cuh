@@ -36,6 +36,7 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
   }
   if (threadIdx.x == 0) {
+    memory.asked = 0;
     if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
     for (int half = 0; half < static_cast<int>(HALVES); ++half)
       for (int i = 0; i < LATENTS; ++i) {
