@@ -410,7 +410,7 @@ struct Consumer {
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       place.next_item();
     }
-    if (p.split == 0) Merge<T, HEAD_DIM, TILE_ROWS, 128 * CONSUMERS, Memory>(p, memory).run();
+    if (p.split == 0) Merge<T, HEAD_DIM, CONSUMERS, Memory>(p, memory).run();
   }
 };
 

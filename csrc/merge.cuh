@@ -14,7 +14,7 @@
 
 namespace treeattn {
 
-constexpr int MERGE_BARRIER = 1;          // named barrier of all who merge
+constexpr int MERGE_BARRIER = 1;          // named barrier of all consumers
 constexpr u64 PATIENCE = 2000000;         // ns; blocks of a grid that all run end within less, but for the longest calls
 constexpr u32 ARRIVAL_FIELDS = 4;         // of a block: the word of the item that it begins, then its flags (left_behind)
 constexpr u32 BEHIND = 1 << 16;           // one block that has left its share behind
@@ -30,8 +30,9 @@ __device__ __forceinline__ void add_sink(const AttentionParams& p, float& invers
   if (p.sinks_in_lse != 0 && lse > -infinity()) lse = all;
 }
 
-template <class T, int HEAD_DIM, int TILE_ROWS, int THREADS, class Memory>
+template <class T, int HEAD_DIM, int CONSUMERS, class Memory>
 struct Merge {
+  static constexpr int THREADS = 128 * CONSUMERS, TILE_ROWS = 64 * CONSUMERS;
   static constexpr int ROW_LANES = HEAD_DIM / 4;  // threads that read a row, four numbers each
   static constexpr int READERS = THREADS / ROW_LANES;
   static constexpr int IN_FLIGHT = 18;  // loads of four numbers; 8 items on 132 blocks have 17 parts
@@ -173,7 +174,7 @@ struct Merge {
       Row made[1] = {};
       if (mine) gather<1, IN_FLIGHT>(made, part, row, end, part.blocks * way / ways, part.blocks * (way + 1) / ways);
       if (ways > 1) {
-        Row* meeting = reinterpret_cast<Row*>(&memory);  // nothing else is done with the rings
+        Row* meeting = reinterpret_cast<Row*>(memory.stages);
         meeting[thread] = made[0];
         sync();
         if (mine && way == 0) {

@@ -9,11 +9,11 @@
 #pragma once
 
 #include "mla_ring.cuh"
-#include "padding.cuh"
 
 namespace treeattn {
 
-constexpr u32 AHEAD = 3;  // tiles that are brought to L2 ahead of the one that the rings ask for
+constexpr u32 AHEAD = 3;           // tiles that are brought to L2 ahead of the one that the rings ask for
+constexpr u32 RING_ARRIVALS = 32;  // of a ring's warp: each lane's copies arrive by themselves; a tensor copy's lane for all
 
 // A ring that a warp fills. A tile goes through it as PARTS parts of PANELS panels each, dims of a row from `dim` on.
 template <int STAGES_, u32 PARTS_, u32 PANELS_>
@@ -123,21 +123,19 @@ struct MlaProducer {
     return cached(index_at(p.table, first_page(at) + page_of(position), p.wide_table), position, at.kv_head);
   }
 
-  // Page ids of the item's next 32 boxes, a lane each.
-  __device__ __forceinline__ u32 find_boxes(const Cursor& at, u32 first) const {
-    const u32 rows = p.page_rows, position = at.full_key + (first + lane) * rows;
-    if (rows == 0 || position >= static_cast<u32>(at.full_key + at.full_tiles * MLA_KEYS)) return 0;
-    return index_at(p.table, first_page(at) + page_of(position), p.wide_table);
-  }
-
   // Full tiles by tensor copies: a lane for each box of a part.
   template <class Ring>
-  __device__ __forceinline__ void full_boxes(Ring& ring, const Cursor& at, u32 pages) {
+  __device__ __forceinline__ void full_boxes(Ring& ring, const Cursor& at) {
     const u32 rows = p.page_rows, boxes = MLA_KEYS / rows, all = at.full_tiles * boxes;
     const u32 panel = lane / boxes, box = lane % boxes, head = at.kv_head;
+    u32 pages = 0;
 #pragma unroll 1
     for (u32 first = 0; first < all; first += boxes) {
-      if (seldom(first % 32 == 0 && first > 0)) pages = find_boxes(at, first);
+      // lane r has the page of box r of the next 32
+      if (first % 32 == 0) {
+        const u32 position = at.full_key + (first + lane) * rows;
+        if (first + lane < all) pages = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+      }
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
       const u32 position = at.full_key + (first + box) * rows, within = position - page_of(position) * p.page_size;
 #pragma unroll
@@ -199,12 +197,11 @@ struct MlaProducer {
       barrier_wait(shared_address(&memory.item_full[ring.place.item_slot()]), ring.place.item_phase());
       const Cursor& at = memory.items[ring.place.item_slot()];
       if (at.tiles == 0) break;
-      const u32 pages = find_boxes(at, 0);  // on their way while Q is asked for
       copy_tile(ring, q_row(p, at, lane), q_row(p, at, lane + 32));
       if (p.page_rows == 0)
         full_rows(ring, at);
       else
-        full_boxes(ring, at, pages);
+        full_boxes(ring, at);
       i32 unit = at.edge_begin;
 #pragma unroll 1
       for (i32 tile = at.full_tiles; tile < at.tiles; ++tile, unit += 2) copy_tile(ring, edge(at, unit), edge(at, unit + 1));
@@ -235,53 +232,36 @@ struct MlaProducer {
     }
   }
 
-  __device__ __forceinline__ void find() {
-    if (lane == 0) cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
-    __syncwarp();
-  }
-
-  // The last warp's, before the block's barriers are there: read the plan, and find the first item.
-  __device__ __forceinline__ void begin() {
-    wait_prerequisites();
-    launch_dependents();  // not before: they read the plan ahead of their own wait
-    if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
-    if (lane == 0) memory.num_parts = 0;
-    __syncwarp();
-    find();
-  }
-
-  // Hand out the items.
+  // Hand out the items; the plan's record of this block is in memory.walk.
   __device__ __forceinline__ void walk() {
     Place<1> place;
     u32 tiles = 0;  // full tiles so far
     for (;;) {
       barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
+      if (lane == 0) cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
+      __syncwarp();
       copy_item(memory.items[place.item_slot()], memory.walk, lane);
+      const bool ends = memory.walk.tiles == 0;
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
-      if (memory.walk.tiles == 0) break;
+      if (ends) break;
       fetch_ahead(memory.walk, tiles);
       __syncwarp();
-      if (lane == 0) {
-        if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
-        cursor_advance<MLA_ROWS>(memory.walk, p);
-      }
-      find();
+      if (lane == 0) cursor_advance<MLA_ROWS>(memory.walk, p);
+      __syncwarp();
       place.next_item();
     }
   }
 
   __device__ __forceinline__ void run(u32 warp) {
-    if (warp == 3) {
+    if (warp == 3)
       walk();
-      zero_padding<LATENT_DIMS>(p, lane);
-    } else if (warp == 2) {
+    else if (warp == 2)
       fill(MlaRing<ROPES, 1, 1>{shared_address(memory.ropes), shared_address(memory.rope_full),
                                 shared_address(memory.rope_empty), LATENT_DIMS, {}});
-    } else {
+    else
       fill(MlaRing<LATENTS, 2, 2>{shared_address(memory.latents[warp]), shared_address(memory.latent_full[warp]),
                                   shared_address(memory.latent_empty[warp]), warp * (LATENT_DIMS / HALVES), {}});
-    }
   }
 };
 

@@ -121,7 +121,7 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             self.attention: Any = HostAttention(
                 library, step, q, k_tree, v_tree, out, lse, scoring, rest["cache_strides"], rest["zero_tail"]
             )
-            if not step.batch_invariant:
+            if not (step.batch_invariant or step.shared_kv):
                 self.finish.first = lambda *leading: None  # the attention kernel merges
 
     monkeypatch.setattr(launching, "LayerLaunch", HostLayerLaunch)
