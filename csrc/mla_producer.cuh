@@ -12,22 +12,20 @@
 
 namespace treeattn {
 
-constexpr u32 AHEAD = 3;           // tiles that are brought to L2 ahead of the one that the rings ask for
-constexpr u32 RING_ARRIVALS = 32;  // of a ring's warp: each lane's copies arrive by themselves; a tensor copy's lane for all
-
-// A ring that a warp fills. A tile goes through it as PARTS parts of PANELS panels each, dims of a row from `dim` on.
-template <int STAGES_, u32 PARTS_, u32 PANELS_>
+// A ring that a warp fills, one of RINGS of a kind. A tile goes through it as PARTS parts of PANELS panels each, dims of a
+// row from `dim` on.
+template <int STAGES, u32 RINGS, u32 PARTS_, u32 PANELS_>
 struct MlaRing {
   static constexpr u32 PARTS = PARTS_, PANELS = PANELS_, PART_DIMS = PANELS * PANEL_COLUMNS;
   static constexpr u32 PART_BYTES = PANELS * MLA_PANEL_BYTES;
 
-  const u32 stages, full, empty;  // in shared memory
+  const u32 stages, full;  // in shared memory
   const u32 dim;
-  Place<STAGES_> place;
+  Place<STAGES> place;
 
   // Wait until the next part may be written, and say where it is.
   __device__ __forceinline__ u32 wait() const {
-    barrier_wait(empty + 8 * place.stage(), place.phase() ^ 1);
+    barrier_wait(barrier() + 8 * RINGS * STAGES, place.phase() ^ 1);  // the empty ones are behind the full ones
     return stages + place.stage() * PART_BYTES;
   }
   __device__ __forceinline__ u32 barrier() const { return full + 8 * place.stage(); }
@@ -39,10 +37,11 @@ struct MlaProducer {
 
   const AttentionParams& p;
   Memory& memory;
-  const u32 lane;
+  u32 lane = 0;
 
-  __device__ __forceinline__ MlaProducer(const AttentionParams& params, Memory& shared, u32 lane_index)
-      : p(params), memory(shared), lane(lane_index) {}
+  __device__ __forceinline__ MlaProducer(const AttentionParams& params, Memory& shared) : p(params), memory(shared) {}
+
+  __device__ __forceinline__ void find_lane() { lane = thread_in_group() % 32; }
 
   // A checked build: a part that was given back too early shows as NaN.
   template <class Ring>
@@ -123,19 +122,21 @@ struct MlaProducer {
     return cached(index_at(p.table, first_page(at) + page_of(position), p.wide_table), position, at.kv_head);
   }
 
+  // Page ids of the item's next 32 boxes, a lane each.
+  __device__ __forceinline__ u32 find_boxes(const Cursor& at, u32 first) const {
+    const u32 rows = p.page_rows, position = at.full_key + (first + lane) * rows;
+    if (rows == 0 || position >= static_cast<u32>(at.full_key + at.full_tiles * MLA_KEYS)) return 0;
+    return index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+  }
+
   // Full tiles by tensor copies: a lane for each box of a part.
   template <class Ring>
-  __device__ __forceinline__ void full_boxes(Ring& ring, const Cursor& at) {
+  __device__ __forceinline__ void full_boxes(Ring& ring, const Cursor& at, u32 pages) {
     const u32 rows = p.page_rows, boxes = MLA_KEYS / rows, all = at.full_tiles * boxes;
     const u32 panel = lane / boxes, box = lane % boxes, head = at.kv_head;
-    u32 pages = 0;
 #pragma unroll 1
     for (u32 first = 0; first < all; first += boxes) {
-      // lane r has the page of box r of the next 32
-      if (first % 32 == 0) {
-        const u32 position = at.full_key + (first + lane) * rows;
-        if (first + lane < all) pages = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
-      }
+      if (seldom(first % 32 == 0 && first > 0)) pages = find_boxes(at, first);
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
       const u32 position = at.full_key + (first + box) * rows, within = position - page_of(position) * p.page_size;
 #pragma unroll
@@ -152,7 +153,6 @@ struct MlaProducer {
                    ring.dim + part * Ring::PART_DIMS + panel * PANEL_COLUMNS, within, head, page, barrier);
         ring.place = ring.place.next();
       }
-      count(ring);
     }
   }
 
@@ -180,14 +180,7 @@ struct MlaProducer {
       const u64 high = cached(pages[1], position_at(at, tile, 1), at.kv_head);
       load_pages(pages, at, tile + 1);
       copy_tile(ring, low, high);
-      count(ring);
     }
-  }
-
-  // A full tile has been asked for.
-  template <class Ring>
-  __device__ __forceinline__ void count(const Ring& ring) const {
-    if (ring.dim == 0 && lane == 0) *const_cast<volatile u32*>(&memory.asked) += 1;
   }
 
   // Bring the items of the block, one after another, to a ring.
@@ -197,11 +190,14 @@ struct MlaProducer {
       barrier_wait(shared_address(&memory.item_full[ring.place.item_slot()]), ring.place.item_phase());
       const Cursor& at = memory.items[ring.place.item_slot()];
       if (at.tiles == 0) break;
+      find_lane();
+      const u32 pages = find_boxes(at, 0);  // on their way while Q is asked for
       copy_tile(ring, q_row(p, at, lane), q_row(p, at, lane + 32));
       if (p.page_rows == 0)
         full_rows(ring, at);
       else
-        full_boxes(ring, at);
+        full_boxes(ring, at, pages);
+      find_lane();
       i32 unit = at.edge_begin;
 #pragma unroll 1
       for (i32 tile = at.full_tiles; tile < at.tiles; ++tile, unit += 2) copy_tile(ring, edge(at, unit), edge(at, unit + 1));
@@ -212,43 +208,33 @@ struct MlaProducer {
     copy_async_wait_all();  // no thread ends with copies on their way
   }
 
-  // Ask for full tiles of an item ahead of the rings, from DRAM to L2: it is further away than the rings are long. Row tiles
-  // of a request read the same keys at the same time, and the first one's blocks ask for all.
-  __device__ __forceinline__ void fetch_ahead(const Cursor& at, u32& tiles) const {
-    if (at.lane > 0) {
-      tiles += at.full_tiles;
-      return;
-    }
-#pragma unroll 1
-    for (i32 tile = 0; tile < at.full_tiles; ++tile, ++tiles) {
-      u32 asked = poll(memory.asked);
-      while (tiles > asked + AHEAD) asked = poll(memory.asked);
-      if (tiles < asked) continue;
-#pragma unroll
-      for (u32 half = 0; half < 2; ++half) {
-        const u32 position = position_at(at, tile, half), page = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
-        prefetch_row(cached(page, position, at.kv_head), MLA_PANELS * PANEL_COLUMNS * 2);
-      }
-    }
+  __device__ __forceinline__ void find() {
+    if (lane == 0) cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
+    __syncwarp();
   }
 
-  // Hand out the items; the plan's record of this block is in memory.walk.
+  // The last warp's, before the block's barriers are there: read the plan, and find the first item.
+  __device__ __forceinline__ void begin() {
+    find_lane();
+    wait_prerequisites();
+    launch_dependents();  // not before: they read the plan ahead of their own wait
+    if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
+    __syncwarp();
+    find();
+  }
+
+  // Hand out the items.
   __device__ __forceinline__ void walk() {
+    find_lane();
     Place<1> place;
-    u32 tiles = 0;  // full tiles so far
     for (;;) {
       barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
-      if (lane == 0) cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
-      __syncwarp();
       copy_item(memory.items[place.item_slot()], memory.walk, lane);
-      const bool ends = memory.walk.tiles == 0;
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
-      if (ends) break;
-      fetch_ahead(memory.walk, tiles);
-      __syncwarp();
+      if (memory.walk.tiles == 0) break;
       if (lane == 0) cursor_advance<MLA_ROWS>(memory.walk, p);
-      __syncwarp();
+      find();
       place.next_item();
     }
   }
@@ -257,11 +243,10 @@ struct MlaProducer {
     if (warp == 3)
       walk();
     else if (warp == 2)
-      fill(MlaRing<ROPES, 1, 1>{shared_address(memory.ropes), shared_address(memory.rope_full),
-                                shared_address(memory.rope_empty), LATENT_DIMS, {}});
+      fill(MlaRing<ROPES, 1, 1, 1>{shared_address(memory.ropes), shared_address(memory.rope_full), LATENT_DIMS, {}});
     else
-      fill(MlaRing<LATENTS, 2, 2>{shared_address(memory.latents[warp]), shared_address(memory.latent_full[warp]),
-                                  shared_address(memory.latent_empty[warp]), warp * (LATENT_DIMS / HALVES), {}});
+      fill(MlaRing<LATENTS, HALVES, 2, 2>{shared_address(memory.latents[warp]), shared_address(memory.latent_full[warp]),
+                                          warp * (LATENT_DIMS / HALVES), {}});
   }
 };
 

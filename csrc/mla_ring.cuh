@@ -16,6 +16,7 @@ constexpr int MLA_KEYS = 64, MLA_ROWS = 64;
 constexpr u32 LATENT_DIMS = 512, ROPE_DIMS = 64, MLA_PANELS = (LATENT_DIMS + ROPE_DIMS) / PANEL_COLUMNS;
 constexpr u32 MLA_PANEL_BYTES = MLA_KEYS * PANEL_COLUMNS * 2;
 constexpr u32 HALVES = 2, QUARTERS = 4, QUARTER_DIMS = LATENT_DIMS / QUARTERS;
+constexpr u32 RING_ARRIVALS = 32;  // of a ring's warp: each lane's copies arrive by themselves; a tensor copy's lane for all
 constexpr u32 SCORERS = 4, WRITERS = 8, MLA_READERS = SCORERS + WRITERS;  // warps: one warpgroup of scores, two of out
 
 // Where a quarter begins, in the order of products with K: first and second quarter of each half.
@@ -41,8 +42,17 @@ struct MlaShared {
     u64 weights_full[2], weights_empty[2];
     u64 item_full[ITEMS], item_empty[ITEMS];
     Cursor walk, items[ITEMS];
-    u32 asked;  // full tiles that the first ring's warp has asked for
   };
+  static constexpr u32 BARRIERS = 4 * LATENTS + 2 * ROPES + 4 + 2 * ITEMS;
+
+  // Arrivals that a barrier takes, by its number from `latent_full` on.
+  static __device__ __forceinline__ u32 arrivals(u32 barrier) {
+    const i32 of_rope = barrier - 4 * LATENTS, of_weights = of_rope - 2 * ROPES, of_item = of_weights - 4;
+    if (of_rope < 0) return barrier < 2 * LATENTS ? RING_ARRIVALS : 4;
+    if (of_weights < 0) return of_rope < ROPES ? RING_ARRIVALS : 4;
+    if (of_item < 0) return of_weights < 2 ? SCORERS : WRITERS;
+    return of_item < static_cast<i32>(ITEMS) ? 1 : MLA_READERS + 3;  // all but the walk
+  }
 };
 
 // First row of the slot that takes this block's part of an item: as in consumer.cuh.

@@ -25,45 +25,27 @@ constexpr int MLA_PRODUCER_REGISTERS = 32, MLA_SCORES_REGISTERS = 160, MLA_OUTPU
 
 template <class T, int Q_STEPS, int LATENTS, int ROPES>
 __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
-  using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
+  using Memories = MlaShared<Q_STEPS, LATENTS, ROPES>;
+  using Memory = typename Memories::Layout;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Memory& memory = *reinterpret_cast<Memory*>(shared_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  if (warp == 1) {
-    wait_prerequisites();
-    launch_dependents();  // not before: they read the plan ahead of their own wait
-    if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
-  }
-  if (threadIdx.x == 0) {
-    memory.asked = 0;
+  MlaProducer<Q_STEPS, LATENTS, ROPES> producer(p, memory);
+
+  if (uniform(warp) == 15) producer.begin();  // the way to the first keys is the longest, and starts here
+  if (uniform(warp) == 0) {
     if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
-    for (int half = 0; half < static_cast<int>(HALVES); ++half)
-      for (int i = 0; i < LATENTS; ++i) {
-        barrier_init(shared_address(&memory.latent_full[half][i]), RING_ARRIVALS);
-        barrier_init(shared_address(&memory.latent_empty[half][i]), 4);
-      }
-    for (int i = 0; i < ROPES; ++i) {
-      barrier_init(shared_address(&memory.rope_full[i]), RING_ARRIVALS);
-      barrier_init(shared_address(&memory.rope_empty[i]), 4);
-    }
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(shared_address(&memory.weights_full[i]), SCORERS);
-      barrier_init(shared_address(&memory.weights_empty[i]), WRITERS);
-    }
-    for (int i = 0; i < ITEMS; ++i) {
-      barrier_init(shared_address(&memory.item_full[i]), 1);
-      barrier_init(shared_address(&memory.item_empty[i]), MLA_READERS + 3);  // the walk needs none
-    }
+    for (u32 barrier = lane; barrier < Memories::BARRIERS; barrier += 32)
+      barrier_init(shared_address(memory.latent_full) + 8 * barrier, Memories::arrivals(barrier));
     fence_async_proxy();
-    if (p.page_rows != 0) prefetch(p.k_map);
+    if (lane == 0 && p.page_rows != 0) prefetch(p.k_map);
   }
   __syncthreads();
 
   const int group = uniform(warp / 4);
   if (group == 3) {
     give_registers<MLA_PRODUCER_REGISTERS>();
-    MlaProducer<Q_STEPS, LATENTS, ROPES> producer(p, memory, lane);
     producer.run(uniform(warp % 4));
   } else if (group == 2) {
     take_registers<MLA_SCORES_REGISTERS>();

@@ -118,12 +118,6 @@ __device__ __forceinline__ void store_shared_16(u32 to, u32 a, u32 b, u32 c, u32
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// A word of shared memory that another warp writes, by and by.
-__device__ __forceinline__ u32 poll(const u32& word) {
-  __nanosleep(100);
-  return *const_cast<const volatile u32*>(&word);
-}
-
 // 16 bytes of shared memory.
 __device__ __forceinline__ void load_shared_16(u32 (&to)[4], u32 from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -169,11 +163,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, i32 dim, 
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
           "r"(to), "l"(&map), "r"(dim), "r"(slot), "r"(head), "r"(page), "r"(barrier)
       : "memory");
-}
-
-// Bring a row of `bytes` bytes, a multiple of 16, from DRAM to L2.
-__device__ __forceinline__ void prefetch_row(u64 from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void prefetch(const TensorMap& map) {

@@ -346,11 +346,6 @@ inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, 
   barrier_turn(at);
 }
 inline void prefetch(const TensorMap&) {}
-inline void prefetch_row(u64, u32) {}
-inline u32 poll(const u32& word) {
-  yield();
-  return word;
-}
 inline void copy_async_arrive(u32 barrier) {
   for (const Copy& copy : machine->fibers[running].open) copy_now(copy);
   machine->fibers[running].open.clear();

@@ -113,7 +113,7 @@ class MlaShape(NamedTuple):
         panels = 4 * self.latents + self.ropes + kept + 2
         handed = 2 * (64 + 64 + 4) * 4
         barriers = 4 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
-        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 4
+        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
         return -(-(panels * 64 * 128 + rest) // ATOM_BYTES) * ATOM_BYTES
 
 
