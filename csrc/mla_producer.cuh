@@ -230,9 +230,10 @@ struct MlaProducer {
     for (;;) {
       barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
       copy_item(memory.items[place.item_slot()], memory.walk, lane);
+      const bool ends = memory.walk.tiles == 0;
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
-      if (memory.walk.tiles == 0) break;
+      if (ends) break;
       if (lane == 0) cursor_advance<MLA_ROWS>(memory.walk, p);
       find();
       place.next_item();
