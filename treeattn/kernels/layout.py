@@ -243,7 +243,7 @@ def _mask_launches(
             "out_state_ptr": layout.depths,
             "out_flags_ptr": layout.parents,
             "THREADS": THREADS,
-            "COLUMNS": COLUMNS,
+            "COLUMNS": COLUMNS // 4 if source.kind == "packed" else COLUMNS,  # eight of them are one byte
             "num_warps": THREADS // 32 if with_prefix else 4,
         }
         grid = (layout.max_q_len, layout.batch, mask["splits"])
@@ -264,7 +264,7 @@ def _mask_launches(
         "HAS_POSITIONS": source.positions is not None,
         "BLOCK": max(triton.next_power_of_2(layout.max_q_len), 16),
         "ROWS": rows,
-        "CHUNK": 128,
+        "CHUNK": 256,
         "WORDS": triton.next_power_of_2(layout.num_words),
         "num_warps": 4,
     }
