@@ -3,12 +3,11 @@
 Where SGLang is installed (`make test-adapters ADAPTERS=sglang` makes an environment that has it), with the Python of
 the machine with the GPU::
 
-    .venv-adapters/sglang-*/bin/python benchmarks/sglang_pack.py .sglang-gpu --python 3.12
+    PYTHONPATH=. .venv-adapters/sglang-*/bin/python benchmarks/sglang_pack.py .sglang-gpu --python 3.12
 
-There, beside its own torch, Triton, numpy and pytest::
+There, beside its own torch, Triton, numpy and pytest, tests/gpu/test_sglang_backend_gpu.py finds it, and::
 
     python3 benchmarks/sglang_pack.py .sglang-gpu --unpack SITE
-    PYTHONPATH=SITE python3 benchmarks/gpu_tests.py --git-rev REV --jobs 6 tests/adapters/sglang/test_steps.py ...
     python3 benchmarks/sglang_rows.py --source SITE ...
 
 Packed are the modules of SGLang that its Triton backend and our tests of it load, and the few other packages that must

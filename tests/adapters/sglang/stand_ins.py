@@ -1,4 +1,4 @@
-"""Stand-ins for what SGLang imports beside torch and Triton, where it is packed without them (benchmarks/sglang_pack.py).
+"""Stand-ins for what SGLang imports beside torch and Triton, where only SGLang is packed (benchmarks/sglang_pack.py).
 
 A name is stood in for only where nothing of it is installed. Any submodule exists and holds any name, which is a class:
 it may be inherited from, indexed, or used as a decorator. Of :data:`KERNELS`, which would compute, nothing can be

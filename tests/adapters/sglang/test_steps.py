@@ -43,7 +43,8 @@ def random_step(world: World, seed: int, padded: bool) -> tuple[Step, str]:
     draw = random.Random(seed)
     requests = draw.randint(1, world.max_batch)
     chain = draw.random() < 0.2
-    trees = [list(range(-1, WIDTH - 1)) if chain else random_tree(WIDTH, draw.randrange(10**6)) for _ in range(requests)]
+    seeds = [draw.randrange(10**6) for _ in range(requests)]
+    trees = [list(range(-1, WIDTH - 1)) if chain else random_tree(WIDTH, tree_seed) for tree_seed in seeds]
     lengths = (0, 1, world.context - WIDTH, *(draw.randrange(world.context - WIDTH) for _ in range(3)))
     prefixes = [draw.choice(lengths) for _ in range(requests)]
     padding = world.max_batch - requests if padded else 0
