@@ -16,7 +16,7 @@ from sglang_bodies import Graph, Step, World, random_tree
 
 WIDTH = 17  # of the trees; the server was told a draft block of 8
 ON_GPU = os.environ.get("TREEATTN_TEST_DEVICE") == "cuda"
-STEPS = 60 if ON_GPU else 8
+STEPS = 60 if ON_GPU else 4
 BUDGET = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 WORLDS: dict[str, dict[str, Any]] = {
