@@ -61,6 +61,7 @@ test: $(STAMP) $(MODEL_STAMP) $(TRITON_OLD_STAMP)
 	$(PY) tests/run.py $(TEST_GROUPS)
 
 # Each framework's packages are pinned in its folder and installed in .venv-adapters, apart from .venv and each other.
+# .ci/run calls this beside make test.
 test-adapters:
 	$(PYTHON) tests/adapters/run.py $(ADAPTERS)
 

@@ -4,8 +4,8 @@
 #   PEERS=folder REV=$(git rev-parse HEAD) OUT=folder LIMIT=400 bash benchmarks/gpu_two.sh
 #
 # First what a call costs the host, with nothing else running; then times on the first GPU, and on the second all that
-# has no times: tests, the option sweep, the sanitizers. SOURCE names SGLang's packed files (sglang_rows.py), if they are
-# there. Few files are left in OUT: results, and one log of the ends of all stages. Sizes of stages, in seconds, on an
+# has no times: tests, the option sweep, the sanitizers. With .sglang-gpu (sglang_pack.py) also SGLang's rows, and its
+# backend's tests. Few files are left in OUT: results, and one log of the ends of all stages. Sizes of stages, in seconds, on an
 # H200: step 10, gqa 105 (with fa3_cascade), mla 30, fp8 20, SGLang's rows 120; tests with 17 workers 240 beside the rest.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -33,8 +33,10 @@ stage step 0 python3 -m treeattn bench step --out "$parts/step.json"
   stage gqa 0 python3 -m treeattn bench gqa --out "$parts/gqa.json"
   stage mla 0 bash benchmarks/gpu.sh mla
   stage fp8 0 bash benchmarks/gpu.sh fp8
-  [ -z "${SOURCE:-}" ] ||
-    stage sglang 0 python3 benchmarks/sglang_rows.py --source "$SOURCE" --git-rev "$REV" --out "$OUT/h200-sglang.json"
+  [ ! -f .sglang-gpu/site.tar.xz ] || {
+    python3 benchmarks/sglang_pack.py .sglang-gpu --unpack "$parts/site"
+    stage sglang 0 python3 benchmarks/sglang_rows.py --source "$parts/site" --git-rev "$REV" --out "$OUT/h200-sglang.json"
+  }
 ) &
 tests tests 15 "not weights and not csrc" &
 tests csrc 6 csrc &

@@ -11,11 +11,8 @@ with SGLang's. Providers:
 - ``treeattn_plugin``: the layer call alone, as the plugin's backend makes it in a graph. What the plugin adds once a
   step is in rows of the kind ``step-update``.
 
-SGLang need not be installed: its kernel is three files of Triton. Where it is installed, pack them into a folder that
-git ignores, and carry that to the machine with the GPU::
-
-    .venv-adapters/sglang-*/bin/python benchmarks/sglang_rows.py --pack .sglang-gpu
-    python benchmarks/sglang_rows.py --source .sglang-gpu ...
+SGLang need not be installed: its kernel is three files of Triton, which benchmarks/sglang_pack.py packs with others
+for the machine with the GPU; --source names the folder where they were unpacked.
 
 The exit status is 1 if an output is wrong, or if the drop-in is not 1.5x faster on every row and 10x in geomean.
 """
@@ -26,7 +23,6 @@ import argparse
 import importlib
 import importlib.util
 import os
-import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -39,7 +35,6 @@ from torch import Tensor
 from treeattn import PagedKV, TreeLayout
 from treeattn.adapters.sglang import drop_in
 from treeattn.adapters.sglang.extend_call import ExtendCall, attend, group_key
-from treeattn.adapters.sglang.hooks import sglang_root
 from treeattn.adapters.sglang.verify import VerifyStep, VerifySteps
 from treeattn.bench.calls import Calls, kv_of
 from treeattn.bench.gate import GateError, gate
@@ -50,7 +45,7 @@ from treeattn.bench.run import environment, save
 from treeattn.bench.timing import time_calls, time_graph
 from treeattn.bench.workloads import Workload, load_workloads
 
-FILES = tuple(f"kernels/ops/attention/{name}.py" for name in ("extend_attention", "decode_attention", "score_mod"))
+FIRST = "kernels/ops/attention/extend_attention.py"
 MODULE = "sglang.kernels.ops.attention.extend_attention"
 LEAST, LEAST_GEOMEAN = 1.5, 10.0
 AGREE = 2e-2
@@ -59,24 +54,12 @@ AGREE = 2e-2
 Extend = Callable[..., Any]
 
 
-def pack(folder: Path) -> None:
-    """Copy the files of the kernel out of the installed SGLang."""
-    root = sglang_root()
-    if root is None:
-        raise SystemExit("SGLang is not installed in this Python; make test-adapters makes an environment that has it")
-    for name in FILES:
-        target = folder / "sglang" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / name, target)
-    print(f"{len(FILES)} files packed into {folder}")
-
-
 def load_extend(source: Path | None) -> Extend:
     """``extend_attention_fwd`` of the installed SGLang, or of packed files beside stand-ins for what they import."""
     if source is not None:
         root = source / "sglang"
-        if not (root / FILES[0]).is_file():
-            raise SystemExit(f"{root / FILES[0]} is missing: pack it where SGLang is installed (--pack)")
+        if not (root / FIRST).is_file():
+            raise SystemExit(f"{root / FIRST} is missing: benchmarks/sglang_pack.py packs it")
         _stand_in(root)
     found: Extend = importlib.import_module(MODULE).extend_attention_fwd
     return found
@@ -190,8 +173,7 @@ def verdict(rows: list[dict[str, Any]]) -> tuple[str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pack", type=Path, metavar="DIR", help="copy the kernel's files there and stop")
-    parser.add_argument("--source", type=Path, metavar="DIR", help="packed files, where SGLang is not installed")
+    parser.add_argument("--source", type=Path, metavar="SITE", help="unpacked files, where SGLang is not installed")
     parser.add_argument("--sets", nargs="+", default=["gqa", "mla"], help="workload sets of `treeattn bench`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", help="of every workload (a CPU's interpreter needs float32)")
@@ -199,9 +181,6 @@ def main() -> int:
     parser.add_argument("--git-rev", help="recorded in the result")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.pack is not None:
-        pack(args.pack)
-        return 0
     if args.git_rev:
         os.environ["TREEATTN_GIT_REV"] = args.git_rev
     device, extend = torch.device(args.device), load_extend(args.source)

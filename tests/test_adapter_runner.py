@@ -58,6 +58,14 @@ def test_failures_and_empty_runs_count(runner: ModuleType) -> None:
     assert runner.main([]) == 1
 
 
+def test_environments_alone(runner: ModuleType) -> None:
+    assert runner.main(["--install", "bad", "good"]) == 0
+    assert sum("pip" in command for command in runner.commands) == 2
+    assert not any("pytest" in command for command in runner.commands)
+    assert runner.main(["bad"]) == 1
+    assert sum("pip" in command for command in runner.commands) == 2
+
+
 def test_unknown_framework(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert runner.main(["no_framework"]) == 2
     assert "there are bad, empty, good" in capsys.readouterr().err

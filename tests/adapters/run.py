@@ -1,13 +1,13 @@
 """Run each framework's adapter tests in an environment of its own, with the real framework installed.
 
-    python tests/adapters/run.py [NAME ...]
+    python tests/adapters/run.py [--install] [NAME ...]
 
 A framework is a folder here with a `requirements.txt`, by default every one. Its packages are pinned whole, and
 installed without their dependencies (`pip install --no-deps`): a framework's GPU packages stay away, and stand-ins
 for what cannot be installed are in the folder's `stubs/`, which its conftest puts on the path. The environment is
 `.venv-adapters/NAME-HASH`, made when the hash of requirements and Python is new, and kept; older ones of that
-name are removed. Where the requirements have pytest-xdist, TREEATTN_TEST_JOBS (default 2) processes share the tests.
-Pytest's own closing line ends each run. The exit status is 0 only if every framework's tests passed.
+name are removed. `--install` makes the environments alone. Where the requirements have pytest-xdist,
+TREEATTN_TEST_JOBS (default 2) processes share the tests. Pytest's own closing line ends each run. The exit status is 0 only if every framework's tests passed.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def make_environment(name: str) -> Path:
         shutil.rmtree(old)
     subprocess.run([sys.executable, "-m", "venv", str(path)], check=True)
     pip = [str(path / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+    pip.append("--no-compile")  # which takes half of the time, of all files, where the tests import some
     subprocess.run([*pip, "-r", str(HERE / name / "requirements.txt")], check=True)
     (path / STAMP).touch()
     print(f"--- {name}: environment made in {time.monotonic() - start:.0f} s", flush=True)
@@ -71,7 +72,8 @@ def run_framework(name: str) -> int:
     return status
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    install, names = "--install" in arguments, [name for name in arguments if name != "--install"]
     known = frameworks()
     if unknown := sorted(set(names) - set(known)):
         print(f"no adapter tests for {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
@@ -79,7 +81,10 @@ def main(names: list[str]) -> int:
     failed = []
     for name in names or known:
         try:
-            failed += [name] if run_framework(name) != 0 else []
+            if install:
+                make_environment(name)
+            elif run_framework(name) != 0:
+                failed.append(name)
         except subprocess.CalledProcessError as error:
             print(f"--- {name}: no environment: {error}", file=sys.stderr, flush=True)
             failed.append(name)

@@ -91,6 +91,7 @@ def test_the_first_launch_is_by_triton_and_later_ones_are_direct(fake: FakeDrive
     launch("a tensor", 0.25)
     assert kernel.calls == [((5, 1, 1), {"q_ptr": "a tensor", "scale": 0.25, **REST, "num_warps": 4})]
     assert fake.seen == []
+    assert launch.direct is None  # a launch that is never repeated has not paid for it
     launch.replace("count", 9)
     launch(64, 0.5)
     assert len(kernel.calls) == 1
@@ -110,9 +111,9 @@ def test_a_kernel_that_is_not_packed_is_launched_by_triton(fake: FakeDriver) -> 
     compiled = compiled_kernel(num_ctas=2)
     launch, kernel = launch_of(compiled)
     launch("a tensor", 0.25)
-    assert launch.direct is None
     launch.replace("count", 9)
     launch(64, 0.5)
+    assert launch.direct is None
     rest = (None, 2**47 + 8, 9, 1, 2**40, 0.5, True)
     assert kernel.calls[1] == (5, 1, 1, STREAM, FUNCTION, (4, 2, 81920), None, None, None, 64, 0.5, *rest)
     assert fake.seen == []

@@ -76,8 +76,8 @@ def test_direct_launches_change_no_bit(layer: Layer) -> None:
     layer.call()
     first = layer.out.clone(), layer.lse.clone()
     launches = layer.launches()
-    assert [name for name, launch in launches.items() if launch.direct is None] == []
     direct = layer.again()
+    assert [name for name, launch in launches.items() if launch.direct is None] == []
     for launch in launches.values():
         launch.direct = None
     by_triton = layer.again()

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from treeattn.kernels.layout import row_splits
 from treeattn.layout import TreeLayout, write_layout_
 
 FIELDS = (
@@ -247,6 +248,51 @@ def test_a_mask_that_ends_early_empties_its_request(device: torch.device) -> Non
     layout, _ = guarded(2, 4, 8, device)
     write_layout_(layout, backend="triton", mask=mask[:40].to(device), exact=True, validate=False, **step)
     assert layout.num_nodes.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("form", ["full", "packed", "bias"])
+@pytest.mark.parametrize("prefix", [3, 2047, 9001])
+def test_long_rows_are_read_by_several_programs(device: torch.device, prefix: int, form: str) -> None:
+    """A hole, or a value that is neither, in each stretch and at its ends; the finding names the first column."""
+    width, splits = 3, row_splits(3, 3 * (prefix + 3), "full")
+    assert splits == {3: 1, 2047: 2, 9001: 4}[prefix]
+    ends = {min(split * -(-prefix // splits), prefix - 1) for split in range(splits + 1)}
+    truth = TreeLayout.from_parents(torch.tensor([[-1, 0, 0]]), [prefix])
+    for row, column in itertools.product(range(width), sorted(ends | {column - 1 for column in ends if column})):
+        mask, bias = truth.full_mask(), truth.bias()
+        for wrong in (column, prefix - 1):
+            mask[row * (prefix + width) + wrong] = False
+            bias[row * (prefix + width) + wrong] = -5.0
+        given = {"full": mask, "packed": pack(mask.long()), "bias": bias}[form]
+        step = {"batch": 1, "q_len": width, "prefix_lens": torch.tensor([prefix]), "form": form}
+        layout = compare(device, (1, width, width), mask=given, **step)
+        assert layout.status.tolist() == [8 if form == "bias" else 3, 0, row, column]
+        assert layout.num_nodes.tolist() == [0]
+    mask = truth.full_mask()
+    mask[2 * (prefix + width) :] = False  # the last row sees nothing: padding
+    layout = compare(device, (1, width, width), mask=mask, **{**step, "form": "full"})
+    assert layout.num_nodes.tolist() == [2]
+    assert layout.status.tolist() == [0] * 4
+    mask[2 * (prefix + width) + prefix] = True  # it sees the root, and none of the prefix
+    layout = compare(device, (1, width, width), mask=mask, **{**step, "form": "full"})
+    assert layout.status.tolist() == [3, 0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "kind", "splits"),
+    [
+        (17, 17 * 131089, "full", 4),
+        (17, 17 * 2065, "full", 2),
+        (17, 17 * 2065 // 8, "packed", 2),
+        (257, 257 * 8449, "full", 3),
+        (544, 544 * 4113, "full", 1),
+        (8, 8 * 100, "bias", 1),
+        (8, 1, "full", 1),
+        (0, 0, "full", 1),
+    ],
+)
+def test_programs_of_a_row(rows: int, size: int, kind: str, splits: int) -> None:
+    assert row_splits(rows, size, kind) == splits
 
 
 def test_a_larger_mask_memory_is_fine_unless_exact(device: torch.device) -> None:

@@ -3,7 +3,8 @@
 Triton's own dispatch costs about 10 µs a call, most of it to find the compiled kernel again; handing it a tensor costs
 a driver call more than handing it an address. The calls of a layer repeat with the same shapes, so :class:`Launch`
 finds the kernel once, keeps every argument that stays and leaves Triton out of later launches where it may
-(:mod:`treeattn.kernels.packed`). What Triton compiles in (divisibility of strides and
+(:mod:`treeattn.kernels.packed`). Keeping them takes longer than a launch through Triton, so the second call does it: a
+step of one layer (SGLang's drop-in) has no second. What Triton compiles in (divisibility of strides and
 addresses by 16) is part of what :func:`treeattn.tree_attention` keeps a :class:`LayerLaunch` by.
 """
 
@@ -66,7 +67,7 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.device = kernel, (*grid, 1, 1)[:3], device
         self.arguments, self.options = arguments, options
-        self.rest: dict[str, Any] = {}
+        self.rest: dict[str, Any] | None = None
         self.compiled: Any = None
         self.direct: PackedLaunch | None = None
 
@@ -81,6 +82,9 @@ class Launch:
                 self(*leading)
         elif self.direct is not None:
             self.direct.launch(torch._C._cuda_getCurrentRawStream(index), leading)
+        elif self.rest is None:
+            self.keep(len(leading))
+            self(*leading)
         else:
             compiled, stream = self.compiled, torch._C._cuda_getCurrentRawStream(index)
             compiled.run(
@@ -94,17 +98,21 @@ class Launch:
         given = dict(zip(names, leading, strict=False))
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             compiled = self.kernel[self.grid](**given, **self.arguments, **self.options)
-        if backends.interpreted():
-            return
-        rest = ((name, self.arguments[name]) for name in names[len(leading) :])
-        self.rest = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in rest}
-        self.direct = pack(compiled, self.grid, self.device.index, names[: len(leading)], self.rest)
-        self.compiled = compiled
+        if not backends.interpreted():
+            self.compiled = compiled
+
+    def keep(self, num_leading: int) -> None:
+        """Make the arguments that stay ready for later launches, all but the first `num_leading`."""
+        names = self.kernel.arg_names
+        given = ((name, self.arguments[name]) for name in names[num_leading:])
+        rest = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in given}
+        self.direct = pack(self.compiled, self.grid, self.device.index, names[:num_leading], rest)
+        self.rest = rest
 
     def replace(self, name: str, value: int) -> None:
         """Give a number another value from now on: one that the kernel is not specialised on, and no leading one."""
         self.arguments[name] = value
-        if self.compiled is not None:
+        if self.rest is not None:
             self.rest[name] = value
             if self.direct is not None:
                 self.direct.replace(name, value)

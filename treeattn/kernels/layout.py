@@ -14,7 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from treeattn.kernels.layout_mask import BIAS, BITS, BYTES, finish_kernel, read_rows_kernel
+from treeattn.kernels.layout_mask import (
+    BIAS,
+    BITS,
+    BYTES,
+    COLUMNS,
+    SPLITS,
+    THREADS,
+    finish_kernel,
+    read_rows_kernel,
+)
 from treeattn.kernels.layout_rows import (
     Launch,
     block_sizes,
@@ -193,30 +202,52 @@ def layout_launches(layout: TreeLayout, source: LayoutInput) -> list[Launch]:
     return _mask_launches(layout, source, shape, outputs, full)
 
 
+def row_splits(rows: int, size: int, kind: str) -> int:
+    """Programs that read one row of a mask: enough of them for a whole GPU, with no less to read than pays.
+
+    Parameters
+    ----------
+    rows : int
+        Of the mask at most.
+    size : int
+        Elements of the mask (bytes of a packed one), which tell how long a row is.
+    kind : str
+        Form of the mask.
+    """
+    columns = size * (8 if kind == "packed" else 1) // max(rows, 1)
+    # 17 rows of 131072 bytes took 350 us on an H200 with a program each, of which a round of 1024 bytes took 2.7
+    return max(min(SPLITS, 1024 // max(rows, 1), triton.cdiv(columns, 2048)), 1)
+
+
 def _mask_launches(
     layout: TreeLayout, source: LayoutInput, shape: dict[str, Any], outputs: dict[str, Any], full: bool
 ) -> list[Launch]:
     flat = source.kind != "words"
     data = source.data
+    with_prefix = source.kind in ("full", "packed", "bias")
     mask = {
+        "mask_ptr": data.view(torch.uint8) if data.dtype == torch.bool else data,
+        "splits": row_splits(layout.batch * layout.max_q_len, data.numel(), source.kind) if with_prefix else 1,
         "mask_indptr_ptr": source.mask_indptr if source.mask_indptr is not None else layout.mask_indptr,
         "stride_mask_indptr": _stride(source.mask_indptr),
         "mask_size": data.numel(),
         "FORMAT": _FORMATS.get(source.kind, BYTES),
-        "WITH_PREFIX": source.kind in ("full", "packed", "bias"),
+        "WITH_PREFIX": with_prefix,
         "HAS_INDPTR": source.mask_indptr is not None,
         "EXACT": source.exact,
     }
     launches = []
     if flat and layout.max_q_len > 0:
         arguments = {
-            "mask_ptr": data.view(torch.uint8) if data.dtype == torch.bool else data,
             "out_words_ptr": layout.mask_words,
             "out_state_ptr": layout.depths,
-            "CHUNK": 1024,
-            "num_warps": 4,
+            "out_flags_ptr": layout.parents,
+            "THREADS": THREADS,
+            "COLUMNS": COLUMNS // 4 if source.kind == "packed" else COLUMNS,  # eight of them are one byte
+            "num_warps": THREADS // 32 if with_prefix else 4,
         }
-        launches.append(Launch(read_rows_kernel, (layout.max_q_len, layout.batch), arguments | mask | shape))
+        grid = (layout.max_q_len, layout.batch, mask["splits"])
+        launches.append(Launch(read_rows_kernel, grid, arguments | mask | shape))
     words = layout.mask_words if flat else data
     rows = 32 if layout.num_words <= 8 else 16
     tail = 0 if full else triton.cdiv(layout.total_q, rows)
@@ -233,6 +264,7 @@ def _mask_launches(
         "HAS_POSITIONS": source.positions is not None,
         "BLOCK": max(triton.next_power_of_2(layout.max_q_len), 16),
         "ROWS": rows,
+        "CHUNK": 256,
         "WORDS": triton.next_power_of_2(layout.num_words),
         "num_warps": 4,
     }

@@ -1,9 +1,15 @@
 """The layout from a mask: rows read and packed, then every field derived from the words.
 
-`read_rows_kernel`, a program a row, only searches the prefix part for holes and packs the node part into
-`mask_words`; what it found goes into `depths[row]` as a state. `finish_kernel`, a program a request, reads states and
-words and writes every field. Two launches, since a hole in any row empties the whole request, which needs all rows
-read first; words need only the second.
+`read_rows_kernel` has up to SPLITS programs a row, each with a stretch of the prefix part, so that one long row is
+read by several multiprocessors at once; the first also packs the node part into `mask_words`. `finish_kernel`, a
+program a request, reads what they found and writes every field. Two launches, since a hole in any row empties the
+whole request, which needs all rows read first; words need only the second.
+
+Between the two, fields that the second writes anyway hold what was found:
+
+- `depths[row]`, of the node part: 0 = no node is visible, 1 = some, -1 - j = node j is neither visible nor masked;
+- byte s of `parents[row]`, of stretch s of the prefix part: SEEN, HIDDEN and ODD bits. Which column it was is looked
+  up only where the request is refused for it.
 """
 
 import triton
@@ -30,22 +36,30 @@ BYTES = tl.constexpr(0)
 BITS = tl.constexpr(1)
 BIAS = tl.constexpr(2)
 
+SPLITS = 4  # bytes of an entry of `parents`
+THREADS, COLUMNS = 256, 32  # of a program that reads a prefix part, and columns that each of them has in flight
+
+SEEN = tl.constexpr(1)  # some column of the stretch is visible
+HIDDEN = tl.constexpr(2)  # some is not
+ODD = tl.constexpr(4)  # some is neither visible nor masked
+
 NO_COLUMN = tl.constexpr(2**31 - 1)
 # treeattn.masks.BIAS_MASKED
 BIAS_MASKED = tl.constexpr(-1e4)
 
 
 @triton.jit
-def _visible(mask_ptr, start, element, inside, FORMAT: tl.constexpr):
-    """Load elements of a block: (visible, neither visible nor masked)."""
+def _visible(mask_ptr, start, first, lane, inside, FORMAT: tl.constexpr):
+    """Load elements `first + lane` of a block: (visible, neither visible nor masked); neither of them if not inside."""
     if FORMAT == BITS:
-        byte = tl.load(mask_ptr + start + element // 8, mask=inside, other=0)
-        visible = ((byte.to(tl.int32) >> (element % 8).to(tl.int32)) & 1) != 0
+        bit = (first % 8).to(tl.int32) + lane
+        byte = tl.load(mask_ptr + (start + first // 8) + bit // 8, mask=inside, other=0)
+        visible = ((byte.to(tl.int32) >> (bit % 8)) & 1) != 0
         return visible, visible & (visible == 0)
     if FORMAT == BYTES:
-        visible = tl.load(mask_ptr + start + element, mask=inside, other=0) != 0
+        visible = tl.load(mask_ptr + (start + first) + lane, mask=inside, other=0) != 0
         return visible, visible & (visible == 0)
-    value = tl.load(mask_ptr + start + element, mask=inside, other=float("-inf")).to(tl.float32)
+    value = tl.load(mask_ptr + (start + first) + lane, mask=inside, other=float("-inf")).to(tl.float32)
     visible = value == 0
     return visible, (visible == 0) & ((value <= BIAS_MASKED) == 0)
 
@@ -71,7 +85,47 @@ def mask_block(
     return begin, begin + size, short
 
 
-@triton.jit(do_not_specialize=["batch", "q_len", "limit", "mask_size", "max_q_len"])
+@triton.jit
+def _prefix_flags(
+    mask_ptr, begin, row, low, high, FORMAT: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """SEEN, HIDDEN and ODD of columns `low .. high` of the row whose first element is `row`."""
+    lane = tl.arange(0, COLUMNS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
+    # each thread counts its own: a sum over all in the loop would have the warps wait for each other in every round
+    seen = tl.zeros([THREADS], tl.int32)
+    odd = tl.zeros([THREADS], tl.int32)
+    for first in range(low, high, THREADS * COLUMNS):
+        inside = lane < tl.minimum(high - first, THREADS * COLUMNS).to(tl.int32)
+        visible, neither = _visible(mask_ptr, begin, row + first, lane, inside, FORMAT)
+        seen += tl.sum(visible.to(tl.int32), 0)
+        if FORMAT == BIAS:
+            odd += tl.sum(neither.to(tl.int32), 0)
+    count = tl.sum(seen, 0)
+    flags = tl.where(count > 0, SEEN, 0) | tl.where(count < high - low, HIDDEN, 0)
+    if FORMAT == BIAS:
+        flags = flags | tl.where(tl.sum(odd, 0) > 0, ODD, 0)
+    return flags
+
+
+@triton.jit
+def _first_column(mask_ptr, begin, row, prefix, FORMAT: tl.constexpr, WANTED: tl.constexpr, CHUNK: tl.constexpr):
+    """The first column of a row's prefix part that is HIDDEN, or ODD; NO_COLUMN if none is."""
+    lane = tl.arange(0, CHUNK)
+    first = prefix * 0
+    found = prefix * 0 + NO_COLUMN
+    while (first < prefix) & (found == NO_COLUMN):
+        inside = lane < tl.minimum(prefix - first, CHUNK).to(tl.int32)
+        visible, neither = _visible(mask_ptr, begin, row + first, lane, inside, FORMAT)
+        if WANTED == ODD:
+            wanted = neither
+        else:
+            wanted = inside & (visible == 0)
+        found = tl.min(tl.where(wanted, first + lane, NO_COLUMN), 0)
+        first += CHUNK
+    return found
+
+
+@triton.jit(do_not_specialize=["batch", "q_len", "limit", "mask_size", "max_q_len", "splits"])
 def read_rows_kernel(
     mask_ptr,
     mask_indptr_ptr,
@@ -84,11 +138,13 @@ def read_rows_kernel(
     nodes_ptr,
     stride_nodes,
     out_words_ptr,
-    out_state_ptr,  # depths: 0 = nothing visible, 1 = sound, 2 + c = hole at c, -1 - c = neither at c
+    out_state_ptr,  # depths
+    out_flags_ptr,  # parents
     batch,
     q_len,
     limit,
     max_q_len,
+    splits,  # programs of a row, at most SPLITS
     NUM_WORDS: tl.constexpr,
     FORMAT: tl.constexpr,
     WITH_PREFIX: tl.constexpr,
@@ -97,10 +153,12 @@ def read_rows_kernel(
     RAGGED: tl.constexpr,
     HAS_NODES: tl.constexpr,
     BATCH: tl.constexpr,
-    CHUNK: tl.constexpr,
+    THREADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     i = tl.program_id(0)
     b = tl.program_id(1)
+    split = tl.program_id(2)
     index, low, high, raw_low, raw_high = row_bounds(qo_ptr, stride_qo, batch, q_len, limit, RAGGED, BATCH)
     start, width, prefix, nodes, _code, _row, _value = request_shape(
         b, low, high, raw_low, raw_high, index, prefix_ptr, stride_prefix, nodes_ptr, stride_nodes, batch,
@@ -114,29 +172,26 @@ def read_rows_kernel(
         if WITH_PREFIX == 0:
             prefix = prefix * 0
         row = i.to(tl.int64) * (prefix + width)
-        hole = width * 0 + NO_COLUMN
-        odd = width * 0 + NO_COLUMN
-        some = width * 0
         if WITH_PREFIX:
-            for first in range(0, prefix, CHUNK):
-                column = first + tl.arange(0, CHUNK).to(tl.int64)
-                inside = column < prefix
-                visible, neither = _visible(mask_ptr, begin, row + column, inside, FORMAT)
-                hole = tl.minimum(hole, tl.min(tl.where(inside & (visible == 0), column, NO_COLUMN), 0).to(tl.int32))
-                odd = tl.minimum(odd, tl.min(tl.where(inside & neither, column, NO_COLUMN), 0).to(tl.int32))
-                some = tl.maximum(some, tl.max((inside & visible).to(tl.int32), 0))
-        bit = tl.arange(0, 64).to(tl.int64)
-        for w in range(NUM_WORDS):
-            node = w * 64 + bit
-            inside = node < width
-            visible, neither = _visible(mask_ptr, begin, row + prefix + node, inside, FORMAT)
-            word = tl.sum((inside & visible).to(tl.int64) << bit, 0)
-            tl.store(out_words_ptr + (start + i) * NUM_WORDS + w, word)
-            odd = tl.minimum(odd, tl.min(tl.where(inside & neither, prefix + node, NO_COLUMN), 0).to(tl.int32))
-            some = tl.where(word != 0, 1, some)
-        state = tl.where(some == 0, 0, tl.where(hole == NO_COLUMN, 1, 2 + tl.minimum(hole, NO_COLUMN - 2)))
-        state = tl.where(odd == NO_COLUMN, state, -1 - odd)
-        tl.store(out_state_ptr + start + i, state)
+            stretch = tl.cdiv(prefix, splits)
+            flags = _prefix_flags(
+                mask_ptr, begin, row, tl.minimum(split * stretch, prefix), tl.minimum((split + 1) * stretch, prefix),
+                FORMAT, THREADS, COLUMNS,
+            )  # fmt: skip
+            flags_ptr = out_flags_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+            tl.store(flags_ptr + (start + i) * 4 + split, flags.to(tl.uint8))
+        if split == 0:
+            odd = width * 0 + NO_COLUMN
+            some = width * 0
+            bit = tl.arange(0, 64)
+            for w in range(NUM_WORDS):
+                inside = w * 64 + bit < width
+                visible, neither = _visible(mask_ptr, begin, row + prefix + w * 64, bit, inside, FORMAT)
+                word = tl.sum(visible.to(tl.int64) << bit.to(tl.int64), 0)
+                tl.store(out_words_ptr + (start + i) * NUM_WORDS + w, word)
+                odd = tl.minimum(odd, tl.min(tl.where(neither, w * 64 + bit, NO_COLUMN), 0))
+                some = tl.where(word != 0, 1, some)
+            tl.store(out_state_ptr + start + i, tl.where(odd == NO_COLUMN, some, -1 - odd))
 
 
 @triton.jit
@@ -180,6 +235,7 @@ def _highest(x):
         "max_q_len",
         "mask_size",
         "positions_size",
+        "splits",
     ]
 )
 def finish_kernel(
@@ -189,6 +245,7 @@ def finish_kernel(
     words_given,  # words of a row there are
     positions_ptr,
     positions_size,
+    mask_ptr,
     mask_indptr_ptr,
     stride_mask_indptr,
     mask_size,
@@ -203,8 +260,8 @@ def finish_kernel(
     out_nodes_ptr,
     out_mask_indptr_ptr,
     out_words_ptr,
-    out_parents_ptr,
-    out_depths_ptr,  # holds the states of read_rows_kernel on entry
+    out_parents_ptr,  # holds the flags of read_rows_kernel on entry
+    out_depths_ptr,  # and its states
     out_positions_ptr,
     out_request_ptr,
     status_ptr,
@@ -214,6 +271,7 @@ def finish_kernel(
     limit,
     total_q,
     max_q_len,
+    splits,
     NUM_WORDS: tl.constexpr,
     HAS_STATES: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -227,6 +285,7 @@ def finish_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     b = tl.program_id(0)
     index, low, high, raw_low, raw_high = row_bounds(qo_ptr, stride_qo, batch, q_len, limit, RAGGED, BATCH)
@@ -242,7 +301,7 @@ def finish_kernel(
             batch, q_len, max_q_len, RAGGED, HAS_NODES,
         )  # fmt: skip
         if HAS_STATES:
-            _begin, stop, short = mask_block(
+            begin, stop, short = mask_block(
                 b, index, low, high, prefix_ptr, stride_prefix, mask_indptr_ptr, stride_mask_indptr,
                 mask_size, batch, FORMAT, WITH_PREFIX, HAS_INDPTR, EXACT,
             )  # fmt: skip
@@ -254,20 +313,34 @@ def finish_kernel(
             all_rows = tl.arange(0, BLOCK)
             state = tl.load(out_depths_ptr + start + all_rows, mask=all_rows < nodes, other=1)
             odd_row = tl.min(tl.where(state < 0, all_rows, BLOCK), 0)
-            if WITH_PREFIX:
-                if HAS_NODES == 0:
-                    nodes = tl.max(tl.where((all_rows < nodes) & (state != 0), all_rows + 1, 0), 0)
-                hides = (all_rows < nodes) & ((state > 1) | ((state == 0) & (prefix > 0)))
-                hole_row = tl.min(tl.where(hides, all_rows, BLOCK), 0)
-                hole = hole_row < BLOCK
-                code = tl.where(hole, MASK_HOLE, code)
-                about_row = tl.where(hole, hole_row, about_row)
-                about_value = tl.where(hole, tl.maximum(pick(state, all_rows, hole_row) - 2, 0), about_value)
-                nodes = tl.where(hole, 0, nodes)
             odd = odd_row < BLOCK
+            odd_value = prefix - 1 - pick(state, all_rows, odd_row)
+            if WITH_PREFIX:
+                flags = tl.load(out_parents_ptr + start + all_rows, mask=all_rows < nodes, other=SEEN)
+                flags = flags & _low_bits(8 * splits).to(tl.int32)
+                odd_rows = (state < 0) | ((flags & (ODD * 0x01010101)) != 0)
+                none = (state == 0) & ((flags & (SEEN * 0x01010101)) == 0) & (odd_rows == 0)
+                if HAS_NODES == 0:
+                    nodes = tl.max(tl.where((all_rows < nodes) & (none == 0), all_rows + 1, 0), 0)
+                hides = none & (prefix > 0)
+                hides = hides | ((none == 0) & (odd_rows == 0) & ((flags & (HIDDEN * 0x01010101)) != 0))
+                hole_row = tl.min(tl.where(hides & (all_rows < nodes), all_rows, BLOCK), 0)
+                odd_row = tl.min(tl.where(odd_rows, all_rows, BLOCK), 0)
+                odd = odd_row < BLOCK
+                if hole_row < BLOCK:
+                    code = tl.full([], MASK_HOLE, tl.int32)
+                    about_row = hole_row.to(tl.int64)
+                    row = about_row * (prefix + width)
+                    about_value = _first_column(mask_ptr, begin, row, prefix, FORMAT, HIDDEN, CHUNK)
+                    nodes = nodes * 0
+                if (FORMAT == BIAS) & odd:
+                    row = odd_row.to(tl.int64) * (prefix + width)
+                    column = _first_column(mask_ptr, begin, row, prefix, FORMAT, ODD, CHUNK)
+                    node = prefix - 1 - pick(state, all_rows, odd_row)
+                    odd_value = tl.where(column == NO_COLUMN, node, column)
             code = tl.where(odd, BIAS_VALUE, code)
             about_row = tl.where(odd, odd_row, about_row)
-            about_value = tl.where(odd, -1 - pick(state, all_rows, odd_row), about_value)
+            about_value = tl.where(odd, odd_value, about_value)
             nodes = tl.where(odd, 0, nodes)
         for first in range(0, width, ROWS):
             local = first + tl.arange(0, ROWS)

@@ -1,12 +1,13 @@
 """Real SGLang on the CPU: Triton's interpreter, and stand-ins for the packages that cannot be installed.
 
-`served` registers the backend and lists what it makes. With TREEATTN_TEST_DEVICE=cuda test_trees, test_windows,
-test_builders and test_kit run on a GPU, with real graphs and a stand-in for SGLang's compiled helpers
-(benchmarks/sglang_gpu_site.sh says how).
+`served` registers the backend and lists what it makes. With TREEATTN_TEST_DEVICE=cuda test_steps, test_trees,
+test_windows, test_builders and test_kit run on a GPU, with real graphs; of SGLang there need only be what
+benchmarks/sglang_pack.py packs, and the rest is stood in for. TREEATTN_TEST_STAND_INS=1 does that on a CPU too.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -19,10 +20,17 @@ if DEVICE == "cpu":
         raise RuntimeError("triton is imported already: TRITON_INTERPRET=1 would come too late")
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TREEATTN_SGLANG_KERNELS"] = "triton"
-sys.path[:0] = [str(HERE), str(HERE / "stubs"), *([str(HERE / "stubs_gpu")] if DEVICE == "cuda" else [])]
+sys.path[:0] = [str(HERE), str(HERE / "stubs")]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+if DEVICE == "cuda" or os.environ.get("TREEATTN_TEST_STAND_INS") == "1":
+    import stand_ins
+
+    stand_ins.install()
+if importlib.util.find_spec("sglang") is None:
+    raise pytest.UsageError("SGLang is not installed, nor is what benchmarks/sglang_pack.py packs on the path")
 
 
 @pytest.fixture(scope="session")

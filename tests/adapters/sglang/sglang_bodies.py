@@ -15,8 +15,6 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention, mla_attention
 from torch import Tensor
 
-CONTEXT = 96
-
 
 def random_tree(nodes: int, seed: int) -> list[int]:
     """Parents of a random tree; depth is not monotone."""
@@ -38,7 +36,8 @@ def ancestors(parents: list[int]) -> Tensor:
 class World:
     """One layer of a model, its pool and its backend.
 
-    `draft_tokens` is what the server was told; the width of a step is its trees'.
+    `draft_tokens` is what the server was told; the width of a step is its trees'. Of MLA's `dim`, `rope` are the key's
+    alone.
     """
 
     heads: int = 4
@@ -55,13 +54,15 @@ class World:
     deterministic: bool = False
     fp8: bool = False
     layers_known: bool = False
+    context: int = 96
+    rope: int = 8
     runner: Any = field(init=False)
     backend: Any = field(init=False)
     layer: RadixAttention = field(init=False)
 
     @property
     def dim_v(self) -> int:
-        return self.dim - 8 if self.mla else self.dim
+        return self.dim - self.rope if self.mla else self.dim
 
     def __post_init__(self) -> None:
         common = {
@@ -69,10 +70,11 @@ class World:
             "page_size": self.page_size, "prefix_lens": (4,) * self.max_batch,
             "extend_lens": (self.draft_tokens,) * self.max_batch,
         }  # fmt: skip
-        shape = {"hidden_size": 64, "context_len": CONTEXT}
-        made = {"dtype": self.dtype, "device": self.device, "max_context_len": CONTEXT, "disable_cuda_graph": False}
+        shape = {"hidden_size": 64, "context_len": self.context}
+        made = {"dtype": self.dtype, "device": self.device, "max_context_len": self.context}
+        made["disable_cuda_graph"] = False
         if self.mla:
-            latent = {"kv_lora_rank": self.dim - 8, "qk_rope_head_dim": 8}
+            latent = {"kv_lora_rank": self.dim_v, "qk_rope_head_dim": self.rope}
             self.runner = mla_attention.MockMLAModelRunner(
                 case=mla_attention.MLAAttentionCase(**common),
                 model_config=mla_attention.TinyMLAModelConfig(num_heads=self.heads, **latent, **shape),
@@ -119,9 +121,9 @@ class World:
 
     def slot(self, request: int, position: int) -> int:
         """Token slots of a request: pages in descending order."""
-        pages = CONTEXT // self.page_size
+        pages = self.context // self.page_size
         page = pages - 1 - position // self.page_size
-        return self.page_size + request * CONTEXT + page * self.page_size + position % self.page_size
+        return self.page_size + request * self.context + page * self.page_size + position % self.page_size
 
 
 @dataclass
@@ -278,6 +280,7 @@ class Graph:
         self.step = Step(world, chain, [1] * world.max_batch)
         self.batch = self.step.forward_batch(self.step.spec_info(self._dummy_mask()))
         world.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        self.metadata = world.backend.forward_metadata
         self.out = torch.zeros(world.max_batch * self.width, world.heads, world.dim_v, device=world.device)
         self.graph = None
         self._run()
@@ -315,4 +318,5 @@ class Graph:
         if self.graph is not None:
             self.graph.replay()
         else:
+            self.world.backend.forward_metadata = self.metadata  # whose tensors a graph has in it
             self._run()
