@@ -172,7 +172,7 @@ CAPABILITIES: dict[str, Capabilities] = {
     "cuda": Capabilities(
         devices={"cuda": "NVIDIA GPU of compute capability 9.0 (Hopper)"},
         dtypes=(torch.float16, torch.bfloat16),
-        head_dims=(64, 128),
+        head_dims=(64, 128, 256),
         shared_dims=(576, 512),
         options=frozenset(
             {"fresh_tree", "shared_kv", "window", "windowed_cache", "part", "soft_cap", "sinks", "batch_invariant"}
@@ -258,7 +258,8 @@ def support_table() -> str:
 
 
 def _either(numbers: tuple[int, ...]) -> str:
-    return " or ".join(map(str, numbers))
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _dims(covers: Capabilities) -> str:

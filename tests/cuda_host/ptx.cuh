@@ -491,7 +491,7 @@ struct Operands {
   u32 turn;
   const Share* of;
   float a[16][16];
-  Four b[4][16][16];  // by thread of four and block of 8 columns: two numbers of B's row k, for both rows of A
+  Four b[4][32][16];  // by thread of four and block of 8 columns: two numbers of B's row k, for both rows of A
 };
 inline Operands operands;
 

@@ -158,6 +158,16 @@ SHAPES: dict[str, dict[str, Any]] = {
                                     "page_size": 16},
     "padded": {"q_lens": [17, 17, 17], "prefixes": [65, 0, 300], "heads": (4, 1), "nodes": [17, 1, 9],
                "page_size": 64},
+    "d256-lone-root": {"q_lens": [1], "prefixes": [0], "heads": (1, 1), "head_dim": 256},
+    "d256-c1": {"q_lens": [8, 3], "prefixes": [420, 64], "heads": (8, 1), "head_dim": 256, "page_size": 64},
+    "d256-c2": {"q_lens": [17], "prefixes": [333], "heads": (4, 1), "head_dim": 256, "page_size": 8, "table": "block"},
+    "d256-two-row-tiles": {"q_lens": [17], "prefixes": [200], "heads": (8, 1), "head_dim": 256, "page_size": 128,
+                           "kv_layout": "HND"},
+    "d256-rows": {"q_lens": [9], "prefixes": [333], "heads": (8, 1), "head_dim": 256, "page_size": 1},
+    "d256-slots": {"q_lens": [17, 17], "prefixes": [130, 1], "heads": (4, 1), "head_dim": 256, "tree_kv": "slots",
+                   "page_size": 48},
+    "d256-more-edge-tiles-than-stages": {"q_lens": [300, 3], "prefixes": [75, 130], "heads": (1, 1), "head_dim": 256,
+                                         "page_size": 16},
 }  # fmt: skip
 
 
@@ -169,12 +179,14 @@ def test_shapes(name: str) -> None:
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
-@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize(("turn", "head_dim"), [*((turn, 128) for turn in range(4)), *((turn, 256) for turn in range(4))])
 @pytest.mark.usefixtures("on_host")
-def test_who_is_ahead_does_not_matter(turn: int) -> None:
+def test_who_is_ahead_does_not_matter(turn: int, head_dim: int) -> None:
     """Short requests, whose items the producer's first warp passes without a box, and one behind them that has some."""
     prefixes = [200 if request % 7 == 6 else request for request in range(49)]
-    case = shaped([3] * 49, prefixes, (2, 1), head_dim=128, page_size=16)
+    # of head dim 256, a block of one consumer and one of two, whose ring has two stages
+    q_len, count = (3, 49) if head_dim == 128 else ((3, 28), (35, 14))[turn % 2]
+    case = shaped([q_len] * count, prefixes[-count:], (2, 1), head_dim=head_dim, page_size=16)
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
@@ -182,7 +194,7 @@ def test_who_is_ahead_does_not_matter(turn: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("on_host")
 def test_random_cases(seed: int) -> None:
-    case = random_case(seed, dtype=torch.float16, head_dim=(64, 128)[seed % 2], batch=1 + seed % 3, max_prefix=130,
+    case = random_case(seed, dtype=torch.float16, head_dim=(64, 128, 256, 128)[seed % 4], batch=1 + seed % 3, max_prefix=130,
                        max_width=(8, 17, 33)[seed % 3], num_kv_heads=1, cache="paged")  # fmt: skip
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
@@ -196,6 +208,10 @@ OPTION_SHAPES: dict[str, dict[str, Any]] = {
     "c3": {"q_lens": [17, 17], "prefixes": [300, 0], "heads": (16, 2), "head_dim": 128, "tree_kv": "slots",
            "page_size": 48},
     "c3-fresh": {"q_lens": [17], "prefixes": [200], "heads": (8, 1), "tree_kv": "fresh", "page_size": 16},
+    "d256": {"q_lens": [17, 3], "prefixes": [200, 70], "heads": (4, 1), "head_dim": 256, "page_size": 16,
+             "nodes": [16, 3]},
+    "d256-fresh": {"q_lens": [5], "prefixes": [200], "heads": (4, 1), "head_dim": 256, "tree_kv": "fresh",
+                   "page_size": 12},
 }  # fmt: skip
 OPTIONS: dict[str, Options] = {
     "sinks": Options(sinks=True),
@@ -216,7 +232,7 @@ OPTIONS: dict[str, Options] = {
 CANARY_ONLY = pytest.mark.parametrize("library", BUILDS[1:], indirect=True)
 """The build that shows more, where both would take a minute."""
 OPTION_CASES = [
-    (name, shape) for name in OPTIONS for shape in OPTION_SHAPES if shape in ("c1", "c2", "c3") or "window" in name
+    (name, shape) for name in OPTIONS for shape in OPTION_SHAPES if shape in ("c1", "c2", "c3", "d256") or "window" in name
 ]
 
 
@@ -231,11 +247,21 @@ def test_options(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
+@CANARY_ONLY
+@pytest.mark.parametrize("shape", ["c3", "d256"])
+@pytest.mark.usefixtures("on_host")
+def test_negative_scales(shape: str) -> None:
+    """Q that products take from shared memory changes its sign there."""
+    case = shaped(**OPTION_SHAPES[shape])
+    verdict = check_case(dataclasses.replace(case, sm_scale=-0.11), "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
 class HostSetting(Setting):
     """Cases that the kernels cover and the host can afford."""
 
     def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
-        own = {"head_dim": (64, 128)[seed % 2], "num_kv_heads": 1, "cache": "paged", "max_width": (8, 17)[seed % 2],
+        own = {"head_dim": (64, 128, 256, 128)[seed % 4], "num_kv_heads": 1, "cache": "paged", "max_width": (8, 17)[seed % 2],
                "max_prefix": 130, "batch": 2}  # fmt: skip
         return super().case(seed, dtype, **{**own, **pins})
 
