@@ -109,7 +109,8 @@ def test_head_dims_of_the_hopper_kernels() -> None:
     for head_dim in (64, 128, 256):
         assert refusal("cuda", "cuda", Asked(Geometry.of(4, 2, head_dim, dtype=torch.float16))) is None
     odd = Asked(Geometry.of(4, 2, 192, dtype=torch.float16))
-    assert str(refusal("cuda", "cuda", odd)).endswith("it covers head_dim 64, 128 or 256, got 192; backend='triton' can")
+    text = str(refusal("cuda", "cuda", odd))
+    assert text.endswith("it covers head_dim 64, 128 or 256, got 192; backend='triton' can")
 
 
 def test_mla_of_the_hopper_kernels() -> None:

@@ -39,7 +39,8 @@ HOST = Path(__file__).resolve().parent.parent / "cuda_host"
 SCHEDULES = itertools.count(1)
 """Who runs when: another order in each call."""
 pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
-
+DIMS = (64, 128, 256, 128)
+"""Head dims of cases by their seeds."""
 
 BUILDS = ["", "-DTREEATTN_CANARY=1"]
 CALLED = "Fp16"
@@ -179,7 +180,8 @@ def test_shapes(name: str) -> None:
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
-@pytest.mark.parametrize(("turn", "head_dim"), [*((turn, 128) for turn in range(4)), *((turn, 256) for turn in range(4))])
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.usefixtures("on_host")
 def test_who_is_ahead_does_not_matter(turn: int, head_dim: int) -> None:
     """Short requests, whose items the producer's first warp passes without a box, and one behind them that has some."""
@@ -194,8 +196,8 @@ def test_who_is_ahead_does_not_matter(turn: int, head_dim: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("on_host")
 def test_random_cases(seed: int) -> None:
-    case = random_case(seed, dtype=torch.float16, head_dim=(64, 128, 256, 128)[seed % 4], batch=1 + seed % 3, max_prefix=130,
-                       max_width=(8, 17, 33)[seed % 3], num_kv_heads=1, cache="paged")  # fmt: skip
+    case = random_case(seed, dtype=torch.float16, head_dim=DIMS[seed % 4], batch=1 + seed % 3,
+                       max_prefix=130, max_width=(8, 17, 33)[seed % 3], num_kv_heads=1, cache="paged")  # fmt: skip
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
@@ -232,7 +234,8 @@ OPTIONS: dict[str, Options] = {
 CANARY_ONLY = pytest.mark.parametrize("library", BUILDS[1:], indirect=True)
 """The build that shows more, where both would take a minute."""
 OPTION_CASES = [
-    (name, shape) for name in OPTIONS for shape in OPTION_SHAPES if shape in ("c1", "c2", "c3", "d256") or "window" in name
+    (name, shape) for name in OPTIONS for shape in OPTION_SHAPES
+    if shape in ("c1", "c2", "c3", "d256") or "window" in name
 ]
 
 
@@ -261,7 +264,7 @@ class HostSetting(Setting):
     """Cases that the kernels cover and the host can afford."""
 
     def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
-        own = {"head_dim": (64, 128, 256, 128)[seed % 4], "num_kv_heads": 1, "cache": "paged", "max_width": (8, 17)[seed % 2],
+        own = {"head_dim": DIMS[seed % 4], "num_kv_heads": 1, "cache": "paged", "max_width": (8, 17)[seed % 2],
                "max_prefix": 130, "batch": 2}  # fmt: skip
         return super().case(seed, dtype, **{**own, **pins})
 
