@@ -155,7 +155,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         max_shared_dims=(576, 512),
         lacks_on={("cpu", torch.bfloat16): "Triton's interpreter computes bfloat16 products wrongly"},
         numbers="accumulates in float32; float32 has true float32 products",
-        purpose="serving; `auto` on a GPU",
+        purpose="serving; `auto` on other GPUs, and for what `cuda` lacks",
     ),
     "torch": Capabilities(
         devices={"cpu": "CPU", "cuda": "GPU"},
@@ -179,10 +179,10 @@ CAPABILITIES: dict[str, Capabilities] = {
         ),
         not_together=(("shared_kv", "window"), ("shared_kv", "soft_cap")),
         numbers="accumulates in float32",
-        purpose="serving, on request",
+        purpose="serving; `auto` on Hopper",
     ),
 }
-"""By backend, the preferred one first; cuda, which covers the least, is only ever asked for by name."""
+"""By backend, in the order in which a refusal names another: cuda, which covers the least, stands last."""
 
 
 def missing(backend: str, device_type: str, asked: Asked) -> str | None:
