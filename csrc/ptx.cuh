@@ -306,6 +306,20 @@ __device__ __forceinline__ void threads_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+// The same, and whether the condition holds for one of them.
+template <int THREADS>
+__device__ __forceinline__ bool threads_any(int id, bool condition) {
+  u32 any;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\tsetp.ne.b32 p, %3, 0;\n\t"
+      "bar.red.or.pred q, %1, %2, p;\n\t"
+      "selp.u32 %0, 1, 0, q;\n\t}"
+      : "=r"(any)
+      : "r"(id), "n"(THREADS), "r"(static_cast<int>(condition))
+      : "memory");
+  return any != 0;
+}
+
 // The compiler must not move a use of registers that a product writes across this.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&values)[COUNT]) {
