@@ -4,6 +4,9 @@
 
 ``--backend cuda`` runs the kernels of csrc instead of Triton's. torch's caching allocator would hide a read or write
 past a tensor inside one of its blocks, hence the variable. Exit status 0 only if every result is also right.
+
+``--tool racecheck`` is to find nothing, and no report is suppressed. It does not see what wgmma reads and when: the
+canary builds of tests/gpu/test_cuda_gpu.py are for that.
 """
 
 from __future__ import annotations
@@ -45,12 +48,12 @@ TREES = [[-1, 0, 0, 1, 1, 3, 2, 0, 5], star(17), chain(3), []]
 def attention(backend: str) -> int:
     """Shapes that the backend covers; those that it does not are refused, which is right too."""
     wrong = 0
-    shapes = [((4, 1), 64), ((8, 2), 128), ((3, 3), 80), ((16, 1), 128)]
+    shapes = [((4, 1), 64), ((8, 2), 128), ((3, 3), 80), ((16, 1), 128), ((4, 1), 256)]
     for index, (heads, dim) in enumerate(shapes):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             place = Placement(
-                page_size=(1, 16, 5, 64)[index], table=("csr", "block")[index % 2],
-                tree_kv=("logical", "slots", "fresh", "logical")[index], stale="huge",
+                page_size=(1, 16, 5, 64, 8)[index], table=("csr", "block")[index % 2],
+                tree_kv=("logical", "slots", "fresh", "logical", "fresh")[index], stale="huge",
             )  # fmt: skip
             widths = [17, 17, 3, 2] if index % 2 else [17] * 4
             case = build_case(

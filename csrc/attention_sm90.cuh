@@ -6,6 +6,15 @@
 //   3 consumers                     R to 192 (17 nodes of 8 heads: 136), and wider trees in tiles of up to 192 rows
 // 64 keys a tile: short prefixes divide over more SMs, the edge wastes less, and three warpgroups' scores, weights,
 // sums and Q fit in 160 registers.
+//
+// Head dim 256, of which a tile of 64 keys is 64 KB: two consumers at most, for sums are 128 registers a thread, scores 32,
+// weights 16. A quarter of Q is 16 more, and 40 are left of 232; half of Q spills. For a tile, in clocks of a multiprocessor:
+//   products        Q K^T 16 steps of 32, P V 4 steps of 128                       1024 a consumer
+//   shared memory   K 256, V 256, three panels of Q of 64 each: 704 a consumer; 512 in     1920 of two
+//   memory          64 KB at 4.28 TB/s                                             3540, from L2 about 2500
+// so one consumer (R <= 64) and two (R <= 128) are memory-bound, and wide trees are bound by products, shared memory and L2
+// alike. One consumer has the multiprocessor for itself and three stages (two blocks of it would have one stage each, with
+// nothing on its way while it is read); two have two stages, of which 64 KB are on their way.
 
 #pragma once
 
@@ -15,19 +24,27 @@
 namespace treeattn {
 
 // Registers of a thread once the roles have split: 64 K a multiprocessor in all.
-template <int CONSUMERS>
+template <int CONSUMERS, int HEAD_DIM>
 struct Registers;
-template <>
-struct Registers<1> {
+template <int HEAD_DIM>
+struct Registers<1, HEAD_DIM> {
   static constexpr int PRODUCER = 56, CONSUMER = 200;
 };
-template <>
-struct Registers<2> {
+template <int HEAD_DIM>
+struct Registers<2, HEAD_DIM> {
   static constexpr int PRODUCER = 72, CONSUMER = 216;
 };
-template <>
-struct Registers<3> {
+template <int HEAD_DIM>
+struct Registers<3, HEAD_DIM> {
   static constexpr int PRODUCER = 32, CONSUMER = 160;
+};
+template <>
+struct Registers<1, 256> {
+  static constexpr int PRODUCER = 56, CONSUMER = 240;
+};
+template <>
+struct Registers<2, 256> {
+  static constexpr int PRODUCER = 40, CONSUMER = 232;
 };
 
 template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS>
@@ -54,11 +71,11 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   __syncthreads();
 
   if (group == CONSUMERS) {
-    give_registers<Registers<CONSUMERS>::PRODUCER>();
+    give_registers<Registers<CONSUMERS, HEAD_DIM>::PRODUCER>();
     producer.run();
   } else {
-    take_registers<Registers<CONSUMERS>::CONSUMER>();
-    Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> consumer(p, memory, group, uniform(warp % 4), lane);
+    take_registers<Registers<CONSUMERS, HEAD_DIM>::CONSUMER>();
+    Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> consumer(p, memory, group, lane);
     consumer.run();
   }
 }

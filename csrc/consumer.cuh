@@ -29,24 +29,24 @@ struct Consumer {
 
   const AttentionParams& p;
   Memory& memory;
-  const int group, warp, lane;  // warpgroup of the block, warp of the warpgroup
+  const int lane;
   u32 q_address;
   Place<STAGES> place;  // of the tile whose weights are to be multiplied with V
   Place<STAGES> v_place;  // of the tile whose V is being multiplied
   bool idle = false;    // none of this warp's 16 rows is there: it only takes part in the products
-  i32 upper;      // of this thread's two rows in the row tile
   float base[2];  // of the weights of these rows, base 2
   float sum[2];   // of the weights, this thread's columns only
 
-  __device__ __forceinline__ Consumer(const AttentionParams& params, Memory& shared, int warpgroup, int warp_index,
-                                      int lane_index)
-      : p(params), memory(shared), group(warpgroup), warp(warp_index), lane(lane_index) {
-    upper = group * 64 + warp * 16 + lane / 4;
+  __device__ __forceinline__ Consumer(const AttentionParams& params, Memory& shared, int group, int lane_index)
+      : p(params), memory(shared), lane(lane_index) {
     q_address = shared_address(memory.q[group]);
   }
 
-  // Its row in the row tile.
-  __device__ __forceinline__ i32 local(int half) const { return upper + 8 * half; }
+  // Of the block. Not kept, as the rows are not: registers are few, and these seldom wanted.
+  static __device__ __forceinline__ i32 warpgroup() { return uniform(thread_in_block() / 128); }
+
+  // The upper one of its two rows in the row tile.
+  static __device__ __forceinline__ i32 upper_row() { return thread_in_block() / 32 * 16 + thread_in_block() % 32 / 4; }
 
   // K (half 0) or V (half 1) of the stage at `at` is there. What threads copied has to be made visible to wgmma; what
   // tensor copies wrote is.
@@ -79,12 +79,12 @@ struct Consumer {
       __syncwarp();
       if (!ALL_Q) {
         fence_async_proxy();
-        threads_sync<128>(5 + group);
+        threads_sync<128>(5 + warpgroup());
       }
     } else {
       barrier_wait(shared_address(&memory.q_full), place.q_phase());
     }
-    const u32 row = q_address + (warp * 16 + lane % 16) * 128;
+    const u32 row = q_address + (thread_in_group() / 32 * 16 + lane % 16) * 128;
 #pragma unroll
     for (int step = 0; step < Q_STEPS; ++step) {
       load_blocks(q + 4 * step, row + step / 4 * (64 * 128) + ((step % 4 * 2 + lane / 16 ^ lane % 8) << 4));
@@ -95,14 +95,14 @@ struct Consumer {
       release_q();
     } else {
       if (p.q_sign != 0) {
-        for (u32 at = Q_STEPS / 4 * (64 * 128) + (warp * 32 + lane) * 16; at < 64 * HEAD_DIM * 2; at += 128 * 16) {
+        for (u32 at = Q_STEPS / 4 * (64 * 128) + thread_in_group() * 16; at < 64 * HEAD_DIM * 2; at += 128 * 16) {
           u32 part[4];
           load_shared_16(part, q_address + at);
           store_shared_16(q_address + at, part[0] ^ p.q_sign, part[1] ^ p.q_sign, part[2] ^ p.q_sign, part[3] ^ p.q_sign);
         }
       }
       fence_async_proxy();  // for what was copied, too
-      if (p.q_sign != 0) threads_sync<128>(5 + group);
+      if (p.q_sign != 0) threads_sync<128>(5 + warpgroup());
     }
   }
 
@@ -134,6 +134,7 @@ struct Consumer {
 
   // Mask words of this thread's rows for the edge tile whose first unit is `unit`.
   __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
+    const i32 upper = at.row0 + upper_row();
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
       const i32 word = unit + i - at.prefix_units;
@@ -148,7 +149,7 @@ struct Consumer {
       const u32 bound = unit + i >= at.edge_end || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const i32 row = at.row0 + local(half);
+        const i32 row = upper + 8 * half;
         words[half][i] = bound;
         if (word >= 0 && bound != 0) {
           const i64 node = at.first_row + static_cast<i64>(row_node(p, row));
@@ -275,6 +276,7 @@ struct Consumer {
   __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at) {
     // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
     const i64 part_row = static_cast<i64>(p.split > 0 ? at.place : 2 * blockIdx.x + (at.unit == 0)) * TILE_ROWS;
+    const i32 upper = upper_row();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = sum[half];
@@ -282,7 +284,7 @@ struct Consumer {
       total += __shfl_xor_sync(~0u, total, 2);
       float inverse = total > 0.f ? 1.f / total : 0.f;
       float lse = total > 0.f ? base[half] + log2_approx(total) : -infinity();
-      const i32 row = at.row0 + local(half);
+      const i32 local = upper + 8 * half, row = at.row0 + local;
       if (row >= at.row_end) continue;
       if (at.whole) {
         const u32 of_tree = row_node(p, row);
@@ -296,12 +298,12 @@ struct Consumer {
         if (p.lse != nullptr && lane % 4 == 0) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
       } else {
         // in the order of the fragments, 16 bytes a thread (the merge knows)
-        float* to = p.partial_out + (part_row + local(half)) * HEAD_DIM + lane % 4 * 4;
+        float* to = p.partial_out + (part_row + local) * HEAD_DIM + lane % 4 * 4;
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 8; j += 2)
           store_four(to + 8 * j, out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse,
                      out[4 * j + 4 + 2 * half] * inverse, out[4 * j + 5 + 2 * half] * inverse);
-        if (lane % 4 == 0) p.partial_lse[part_row + local(half)] = lse;
+        if (lane % 4 == 0) p.partial_lse[part_row + local] = lse;
       }
     }
   }
@@ -360,7 +362,7 @@ struct Consumer {
 
   __device__ __forceinline__ void item(const Cursor& at) {
     const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
-    if (uniform(at.row0) + group * 64 >= uniform(at.row_end)) {
+    if (uniform(at.row0) + warpgroup() * 64 >= uniform(at.row_end)) {
       // none of this warpgroup's rows is there
       if (place.item() > 0) barrier_wait(shared_address(&memory.q_full), place.q_phase());
       release_q();
@@ -377,7 +379,7 @@ struct Consumer {
     }
     u32 q[4 * Q_STEPS], weights[KEYS / 4];
     float scores[KEYS / 2], out[HEAD_DIM / 2];
-    idle = uniform(at.row0) + group * 64 + warp * 16 >= uniform(at.row_end);
+    idle = uniform(at.row0) + uniform(upper_row()) >= uniform(at.row_end);
     load_q(q, at);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;

@@ -18,7 +18,7 @@ constexpr int MERGE_BARRIER = 1;          // named barrier of all consumers
 constexpr u64 PATIENCE = 2000000;         // ns; blocks of a grid that all run end within less, but for the longest calls
 constexpr u32 ARRIVAL_FIELDS = 4;         // of a block: the word of the item that it begins, then its flags (left_behind)
 constexpr u32 BEHIND = 1 << 16;           // one block that has left its share behind
-enum Verdict : u32 { LEFT_BEHIND, COMPLETE, LAST };
+enum Verdict : u32 { COMPLETE, LEFT_BEHIND, LAST };
 constexpr float LN2 = 0.6931471805599453f, LOG2_E = 1.4426950408889634f;
 
 // Give the sink of a row's head its weight; a row that saw nothing stays 0 and -inf.
@@ -52,6 +52,14 @@ struct Merge {
   static __device__ __forceinline__ void sync() {
     __syncwarp();
     threads_sync<THREADS>(MERGE_BARRIER);
+  }
+
+  // The same, and whether the condition holds for one thread. What the first thread finds out about other blocks goes to
+  // the others through the barrier, not through shared memory: for a word that it left there before a barrier of 384
+  // threads, racecheck reported the first thread behind 256 that read it behind the barrier.
+  static __device__ __forceinline__ bool any(bool condition) {
+    __syncwarp();
+    return uniform(threads_any<THREADS>(MERGE_BARRIER, condition));
   }
 
   __device__ __forceinline__ u32* word(const Part& part) const { return p.arrivals + part.first_block * ARRIVAL_FIELDS; }
@@ -202,19 +210,21 @@ struct Merge {
     sync();
     const i32 parts = uniform(memory.num_parts);
     if (parts == 0) return;
+    u32 verdicts = 0;  // the first thread's: of both items, and for all whether one is not COMPLETE
     if (thread == 0) {
-      u32 before[2];
-#pragma unroll
-      for (i32 i = 0; i < 2; ++i)
-        if (i < parts) before[i] = add_release(word(memory.parts[i]), 1);
-#pragma unroll
-      for (i32 i = 0; i < 2; ++i)
-        if (i < parts) memory.verdicts[i] = settle(memory.parts[i], before[i]);
+      const u32 first = add_release(word(memory.parts[0]), 1);
+      const u32 second = parts > 1 ? add_release(word(memory.parts[1]), 1) : 0;
+      verdicts = settle(memory.parts[0], first);
+      if (parts > 1) verdicts += settle(memory.parts[1], second) * 4;
     }
-    sync();
+    verdicts += any(verdicts != 0) * 16;
 #pragma unroll 1
     for (i32 i = 0; i < parts; ++i) {
-      const u32 verdict = uniform(memory.verdicts[i]);
+      u32 verdict = COMPLETE;
+      if (seldom(verdicts >= 16)) {
+        const u32 own = verdicts >> 2 * i & 3;
+        verdict = any(own == LAST) ? LAST : any(own == LEFT_BEHIND) ? LEFT_BEHIND : COMPLETE;
+      }
       if (verdict == LEFT_BEHIND) continue;
       const Part part = memory.parts[i];
       const i32 own = static_cast<i32>(blockIdx.x) - part.first_block, turns = verdict == LAST ? part.blocks : 1;
@@ -228,13 +238,12 @@ struct Merge {
 
   // Whether a block has left its share behind; forgets it.
   __device__ __forceinline__ bool is_behind(const Part& part, i32 block) {
-    sync();
+    bool behind = false;
     if (thread == 0) {
-      memory.behind = load_acquire(left_behind(part, block));
+      behind = load_acquire(left_behind(part, block)) != 0;
       store_relaxed(left_behind(part, block), 0);
     }
-    sync();
-    return uniform(memory.behind) != 0;
+    return any(behind);
   }
 };
 

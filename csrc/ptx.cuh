@@ -306,6 +306,20 @@ __device__ __forceinline__ void threads_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+// The same, and whether the condition holds for one of them.
+template <int THREADS>
+__device__ __forceinline__ bool threads_any(int id, bool condition) {
+  u32 any;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\tsetp.ne.b32 p, %3, 0;\n\t"
+      "bar.red.or.pred q, %1, %2, p;\n\t"
+      "selp.u32 %0, 1, 0, q;\n\t}"
+      : "=r"(any)
+      : "r"(id), "n"(THREADS), "r"(static_cast<int>(condition))
+      : "memory");
+  return any != 0;
+}
+
 // The compiler must not move a use of registers that a product writes across this.
 template <int COUNT>
 __device__ __forceinline__ void pin(float (&values)[COUNT]) {
@@ -380,6 +394,27 @@ struct Product;
           : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24), TREEATTN_F8(d, 32),      \
             TREEATTN_F8(d, 40), TREEATTN_F8(d, 48), TREEATTN_F8(d, 56)                                             \
           : "l"(a), "l"(b), "r"(accumulate), "n"(ACROSS));                                                         \
+    }                                                                                                              \
+  };                                                                                                               \
+  template <int ACROSS>                                                                                            \
+  struct Product<TYPE, 256, ACROSS> {                                                                              \
+    static __device__ __forceinline__ void run(float (&d)[128], const u32* a, u64 b, int accumulate) {             \
+      asm volatile(                                                                                                \
+          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %133, 0;\n\t"                                                      \
+          "wgmma.mma_async.sync.aligned.m64n256k16.f32." NAME "." NAME                                             \
+          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "      \
+          "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "        \
+          "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "        \
+          "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "        \
+          "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "        \
+          "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "          \
+          "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, {%128, "     \
+          "%129, %130, %131}, %132, p, 1, 1, %134;\n\t}"                                                           \
+          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24), TREEATTN_F8(d, 32),      \
+            TREEATTN_F8(d, 40), TREEATTN_F8(d, 48), TREEATTN_F8(d, 56), TREEATTN_F8(d, 64), TREEATTN_F8(d, 72),    \
+            TREEATTN_F8(d, 80), TREEATTN_F8(d, 88), TREEATTN_F8(d, 96), TREEATTN_F8(d, 104), TREEATTN_F8(d, 112),  \
+            TREEATTN_F8(d, 120)                                                                                    \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));                     \
     }                                                                                                              \
   };
 

@@ -39,7 +39,7 @@ struct Shared {
     Cursor walk, items[ITEMS];
     u32 passed;       // tiles that the producer's first warp has left to others since it last waited for one
     Part parts[2];    // of items that are cut, where the block begins and where it ends
-    u32 num_parts, verdicts[2], behind;
+    u32 num_parts;
   };
   static constexpr u32 BARRIERS = 4 * STAGES + 2 + 4 * ITEMS;
 

@@ -161,7 +161,7 @@ def test_geometries_that_no_backend_has() -> None:
     device = torch.device("cpu")
     assert geometry_refusal(KEY, device) is None
     assert "must be a multiple" in (geometry_refusal(KEY._replace(num_kv_heads=3), device) or "")
-    assert "no backend 'nothing'" in (geometry_refusal(KEY, device, "nothing") or "")
+    assert "got 'nothing'" in (geometry_refusal(KEY, device, "nothing") or "")
     assert "TRITON_INTERPRET=1" in (geometry_refusal(KEY, device, "triton") or "")
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 import treeattn
-from treeattn import PagedKV, StaticBuffers, select_config
+from treeattn import PagedKV, StaticBuffers
+from treeattn.config import group_config
+from treeattn.cuda.config import cuda_config
+from treeattn.geometry import Geometry
 
 
 def made(*widths: int) -> tuple[StaticBuffers, list[PagedKV]]:
@@ -118,11 +121,24 @@ def test_nbytes_follows_the_written_formula(batch: int, q_len: int, rows: int | 
     words, total = -(-q_len // 64), rows or batch * q_len
     expected = total * (8 * words + 20) + 20 * batch + 28
     for group in groups:
-        dtype, per_kv_head = group.get("dtype", torch.bfloat16), group["num_qo_heads"] // group["num_kv_heads"]
-        config = select_config(90, dtype, per_kv_head, group["head_dim"], q_len)
+        geometry = Geometry.of(**group)
+        # "auto" on sm_90: the CUDA kernels, which have no float32
+        config = group_config(90, geometry, q_len) if "dtype" in group else cuda_config(geometry, q_len)
         programs = 132 * config.programs_per_sm
         expected += 8 * programs * config.block_m * (group["head_dim"] + 1) + 80 * programs + 20 * batch + 20
     assert StaticBuffers.nbytes(batch, q_len, rows, groups=groups) == expected
+
+
+def test_nbytes_of_a_group_whose_backend_hangs_on_its_pages_is_the_larger_sum() -> None:
+    group: dict[str, Any] = {"num_qo_heads": 8, "num_kv_heads": 1, "head_dim": 128}
+
+    def said(backend: str, batch: int, q_len: int, arch: int = 90) -> int:
+        return StaticBuffers.nbytes(batch, q_len, groups=[{**group, "backend": backend}], arch=arch)
+
+    assert said("auto", 1, 17) == max(said("cuda", 1, 17), said("triton", 1, 17)) == said("cuda", 1, 17)
+    assert said("auto", 1, 16) == max(said("cuda", 1, 16), said("triton", 1, 16)) == said("triton", 1, 16)
+    assert said("auto", 2, 16) == said("cuda", 2, 16) < said("triton", 2, 16)
+    assert said("auto", 2, 17, arch=80) == said("triton", 2, 17, arch=80) != said("cuda", 2, 17)
 
 
 def test_nbytes_of_a_cuda_group_counts_its_own_tiles() -> None:

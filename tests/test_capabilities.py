@@ -106,8 +106,11 @@ def test_what_the_hopper_kernels_lack_triton_has(name: str) -> None:
 
 
 def test_head_dims_of_the_hopper_kernels() -> None:
-    wide = Asked(Geometry.of(4, 2, 256, dtype=torch.float16))
-    assert str(refusal("cuda", "cuda", wide)).endswith("it covers head_dim 64 or 128, got 256; backend='triton' can")
+    for head_dim in (64, 128, 256):
+        assert refusal("cuda", "cuda", Asked(Geometry.of(4, 2, head_dim, dtype=torch.float16))) is None
+    odd = Asked(Geometry.of(4, 2, 192, dtype=torch.float16))
+    text = str(refusal("cuda", "cuda", odd))
+    assert text.endswith("it covers head_dim 64, 128 or 256, got 192; backend='triton' can")
 
 
 def test_mla_of_the_hopper_kernels() -> None:
@@ -124,4 +127,4 @@ def test_mla_of_the_hopper_kernels() -> None:
     assert "FP8" in str(words(576, 512, kv_dtype=torch.float8_e4m3fn))
     capped = Asked(Geometry.of(8, 1, 576, head_dim_v=512, shared_kv=True), logits_soft_cap=3.0)
     assert "shared_kv and logits_soft_cap 3.0 apart only; backend='triton' can" in str(refusal("cuda", "cuda", capped))
-    assert "it covers head_dim 64 or 128, got 576" in str(refusal("cuda", "cuda", Asked(Geometry.of(8, 1, 576))))
+    assert "it covers head_dim 64, 128 or 256, got 576" in str(refusal("cuda", "cuda", Asked(Geometry.of(8, 1, 576))))

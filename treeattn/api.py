@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .capabilities import Asked, refusal
+from .capabilities import Asked, missing, refusal
 from .kv import cache_strides
 from .plan import PLANNED, CheckedCall, Step
 from .scoring import Scale, Scoring, call_kind, check_scoring
@@ -239,12 +239,19 @@ def tree_attention(
     return out
 
 
+def asked_of(step: Step, scoring: Scoring) -> Asked:
+    """What a call asks of its backend."""
+    return Asked(step, step.kv.kv_start is not None, scoring.logits_soft_cap, scoring.sinks is not None)
+
+
 def _kind_of(step: Step, scoring: Scoring) -> tuple[Any, ...]:
     """What of a call's options is compiled in; NotImplementedError if the backend lacks one of them."""
     kind = call_kind(scoring)
     if (scoring.logits_soft_cap or scoring.sinks is not None) and kind not in step.scored:
-        asked = Asked(step, step.kv.kv_start is not None, scoring.logits_soft_cap, scoring.sinks is not None)
-        if (words := refusal(step.backend, step.layout.device.type, asked)) is not None:
+        asked = asked_of(step, scoring)
+        words = refusal(step.backend, step.layout.device.type, asked)
+        another = step.auto and step.backend == "cuda" and missing("triton", step.layout.device.type, asked) is None
+        if words is not None and not another:
             raise NotImplementedError(words)
         step.scored[kind] = True
     return kind
@@ -282,12 +289,7 @@ def _run_kernels(
     if launch is None:
         make: Callable[..., Any]
         if step.backend == "cuda":
-            from .cuda.launch import CudaLayerLaunch, refuse_unaligned
-
-            refuse_unaligned(
-                checked.cache_strides, q=q, k_cache=k_cache, v_cache=v_cache, k_tree=k_tree, v_tree=v_tree, out=out
-            )
-            make = CudaLayerLaunch
+            make = _cuda_launch(q, k_cache, v_cache, step, k_tree, v_tree, out, scoring, checked.cache_strides)
         else:
             from .kernels.launch import LayerLaunch
 
@@ -296,6 +298,32 @@ def _run_kernels(
             step, q, k_tree, v_tree, out, lse, scoring, cache_strides=checked.cache_strides, zero_tail=zero_tail
         )
     launch(q, k_cache, v_cache, k_tree, v_tree, out, lse, scoring)
+
+
+def _cuda_launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    step: Step,
+    k_tree: Tensor | None,
+    v_tree: Tensor | None,
+    out: Tensor,
+    scoring: Scoring,
+    strides: tuple[int, ...],
+) -> Callable[..., Any]:
+    """What makes the launch of a call with a step of the CUDA backend, or of one that its kernels cannot do."""
+    from .cuda.launch import CudaLayerLaunch, unaligned
+
+    reason = missing("cuda", step.layout.device.type, asked_of(step, scoring)) or unaligned(
+        strides, q=q, k_cache=k_cache, v_cache=v_cache, k_tree=k_tree, v_tree=v_tree, out=out
+    )
+    if reason is None:
+        return CudaLayerLaunch
+    if not step.auto:
+        raise NotImplementedError(f"backend 'cuda' cannot do this: {reason}; backend='triton' can")
+    from .fallback import FallbackLaunch
+
+    return FallbackLaunch
 
 
 def _alignments(*tensors: Tensor | None) -> tuple[bool, ...]:

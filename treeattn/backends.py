@@ -5,14 +5,75 @@ from __future__ import annotations
 import importlib.util
 import os
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
-from .capabilities import Asked, refusal
+from .capabilities import Asked, missing, refusal
 from .config import KernelConfig
 
 BACKENDS = ("reference", "torch", "triton", "cuda")
 INTERPRETER_PROGRAMS = 6  # few, since each costs 10 ms there; items are cut, and 2, 3 and 6 row tiles make lanes
+HOPPER = 90
+"""Compute capability, times ten, of the chips that the kernels of ``csrc`` are for."""
+SHORT_KEYS = 8192
+"""Keys of one request up to which Triton's kernels are the faster ones where a step is a single item."""
+ITEM_ROWS = 192
+"""Packed rows of an item of the CUDA kernels, at most."""
+
+
+class Size(NamedTuple):
+    """What the host knows of how large a step may become.
+
+    Attributes
+    ----------
+    requests : int
+    max_q_len : int
+    room : int
+        Keys that the pages of a request may hold.
+    """
+
+    requests: int
+    max_q_len: int
+    room: int
+
+
+def choose_backend(
+    device_type: str, arch: int, asked: Asked, size: Size | None = None, *, cuda_works: bool = True
+) -> str:
+    """The backend that ``"auto"`` takes; a pure function, of measurements on an H200 in ``benchmarks/results``.
+
+    Parameters
+    ----------
+    device_type : str
+    arch : int
+        Compute capability times ten.
+    asked : Asked
+        What is known before the calls: the geometry.
+    size : Size, optional
+        Without it a step is not a small one.
+    cuda_works : bool
+        Whether the kernels of ``csrc`` are there, or a compiler of them.
+
+    Examples
+    --------
+    >>> from treeattn.geometry import Geometry
+    >>> [choose_backend("cuda", arch, Asked(Geometry.of(32, 8, 128))) for arch in (80, 90)]
+    ['triton', 'cuda']
+    """
+    if device_type != "cuda":
+        return "torch"
+    if arch != HOPPER or not cuda_works or missing("cuda", device_type, asked) is not None:
+        return "triton"
+    # The CUDA kernels take 0.49 to 1.03 of Triton's time in 41 of the 42 rows of h200-gqa.json and h200-mla.json, and
+    # 1.23 (10.5 µs against 8.6) in one, (1, 17, 2048, 8/1), of one item with 32 tiles. The same item takes 0.87 at a
+    # prefix of 16384; a line between the two crosses 1 at 8800 keys.
+    geometry = asked.geometry
+    if size is not None and not geometry.shared_kv and size.room <= SHORT_KEYS:
+        rows = size.max_q_len * geometry.group
+        if size.requests * geometry.num_kv_heads == 1 and rows <= ITEM_ROWS:
+            return "triton"
+    return "cuda"
 
 
 def interpreted() -> bool:
@@ -45,7 +106,7 @@ def _cuda_reason(device: torch.device) -> str | None:
         return f"CUDA kernels do not run on device type {device.type!r}"
     if (reason := _triton_reason(device.type)) is not None:
         return f"its plan and its merge are Triton kernels, and {reason}"
-    if arch(device) != 90:
+    if arch(device) != HOPPER:
         return f"its kernels are for compute capability 9.0 (Hopper), this is {arch(device) / 10}"
     from .cuda.binary import asked_macros, require
     from .cuda.build import BuildError
@@ -57,7 +118,41 @@ def _cuda_reason(device: torch.device) -> str | None:
     return None
 
 
-def resolve(backend: str, device: torch.device, asked: Asked) -> str:
+@cache
+def _has_cuda_code(device: torch.device, macros: str | None) -> bool:
+    """Whether the kernels of ``csrc`` work on a device; a no is remembered too, for what asks in every step."""
+    return _cuda_reason(device) is None
+
+
+def cuda_works_on(chip: int) -> bool:
+    """Whether the kernels of ``csrc`` work on chips like this; taken for granted where none is here."""
+    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    if here is None or arch(here) != chip:
+        return chip == HOPPER
+    return _has_cuda_code(here, os.environ.get("TREEATTN_CUDA_MACROS"))
+
+
+def chosen(backend: str, device: torch.device, asked: Asked, size: Size | None = None) -> str:
+    """Name of the backend that is meant: `backend` itself, or for "auto" what :func:`choose_backend` takes here."""
+    if backend != "auto":
+        return backend
+    hopper = device.type == "cuda" and arch(device) == HOPPER
+    works = hopper and _has_cuda_code(device, os.environ.get("TREEATTN_CUDA_MACROS"))
+    return choose_backend(device.type, arch(device), asked, size, cuda_works=works)
+
+
+def why_not(backend: str, device: torch.device, asked: Asked, size: Size | None = None) -> str | None:
+    """Text of the error where a backend (or "auto") cannot do what is asked on a device; None if it can.
+
+    Raises
+    ------
+    ValueError
+        For a name that is no backend.
+    """
+    return _chosen_or_why_not(backend, device, asked, size)[1]
+
+
+def resolve(backend: str, device: torch.device, asked: Asked, size: Size | None = None) -> str:
     """Name of the backend to use.
 
     Raises
@@ -67,19 +162,25 @@ def resolve(backend: str, device: torch.device, asked: Asked) -> str:
     NotImplementedError
         If the backend cannot do what is asked (:mod:`treeattn.capabilities`); "auto" never raises it on a CPU.
     """
-    name = backend
-    if backend == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
-    if name not in BACKENDS:
+    name, words = _chosen_or_why_not(backend, device, asked, size)
+    if words is not None:
+        raise NotImplementedError(words)
+    return name
+
+
+def _chosen_or_why_not(
+    backend: str, device: torch.device, asked: Asked, size: Size | None
+) -> tuple[str, str | None]:
+    if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(BACKENDS)}, got {backend!r}")
-    reason = None
+    name, reason = chosen(backend, device, asked, size), None
     if name == "triton":
         reason = _triton_reason(device.type)
     elif name == "cuda":
+        if backend == "auto":  # which is only taken where it works and covers this
+            return name, None
         reason = _cuda_reason(device)
-    if (words := refusal(name, device.type, asked, reason)) is not None:
-        raise NotImplementedError(words)
-    return name
+    return name, refusal(name, device.type, asked, reason)
 
 
 @cache

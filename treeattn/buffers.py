@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backends import Size, choose_backend, cuda_works_on
+from .capabilities import Asked
 from .geometry import Geometry, Part
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout, write_layout_
 from .layout_input import MaskForm
-from .plan import HostState, PlanBuffers, Step, invariant_slots, prepare_step, update_plan_
+from .plan import TWIN, HostState, PlanBuffers, Step, config_of, invariant_slots, prepare_step, update_plan_
 from .validate import refuse_in_capture, validate_update, validation_wanted
 
 
@@ -219,8 +221,9 @@ class StaticBuffers:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that this object holds now."""
-        owners = [self.layout, *(group.buffers for group in self.groups if group.buffers is not None)]
+        """Bytes that this object holds now, those for calls that fell back included (:mod:`treeattn.fallback`)."""
+        steps = [*self.groups, *(group.launches[TWIN] for group in self.groups if TWIN in group.launches)]
+        owners = [self.layout, *(step.buffers for step in steps if step.buffers is not None)]
         return sum(tensor.nbytes for owner in owners for tensor in tensors_of(owner).values())
 
     @staticmethod
@@ -250,25 +253,37 @@ class StaticBuffers:
         bytes. A Triton or CUDA group with P programs and row tiles of R takes
         ``8 * P * R * (head_dim_v + 1) + 80 * P + 20 * max_batch + 20``: two float32 partials (out and lse) a program.
         A batch-invariant one has ``4 * R * (head_dim_v + 1)`` for each of :func:`treeattn.plan.invariant_slots`
-        in place of the first term.
+        in place of the first term. With "auto" P and R are those of the backend that it takes, the CUDA kernels taken
+        for granted on sm_90 unless a GPU here says otherwise; where that hangs on the room for keys, the larger sum.
         """
-        from .config import group_config
-        from .cuda.config import cuda_config
-
         meta = torch.device("meta")
-        owners: list[Any] = [TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=meta)]
+        layout = TreeLayout.allocate(max_batch, max_q_len, max_total_q, device=meta)
+        total = sum(tensor.nbytes for tensor in tensors_of(layout).values())
         for options in groups or []:
             options = dict(options)
             kv_tokens = options.pop("max_kv_tokens", None)
             options.pop("kv", None)
             backend = options.pop("backend", "auto")
             group = Geometry.of(**options)
-            config = cuda_config(group, max_q_len) if backend == "cuda" else group_config(arch, group, max_q_len)
-            programs = num_sms * config.programs_per_sm
-            slots = None
-            if group.batch_invariant:
-                if kv_tokens is None:
-                    raise ValueError("a batch_invariant group needs max_kv_tokens: it has memory for every split")
-                slots = invariant_slots(group, config, max_batch, max_q_len, kv_tokens)
-            owners.append(PlanBuffers.allocate(max_batch, programs, config, group.head_dim_v, meta, slots))
-        return sum(tensor.nbytes for owner in owners for tensor in tensors_of(owner).values())
+            if group.batch_invariant and kv_tokens is None:
+                raise ValueError("a batch_invariant group needs max_kv_tokens: it has memory for every split")
+            sizes = []
+            for name in _backends_of(backend, arch, group, max_batch, max_q_len):
+                config = config_of(name, arch, group, max_q_len)
+                programs = num_sms * config.programs_per_sm
+                slots = None
+                if group.batch_invariant:
+                    slots = invariant_slots(group, config, max_batch, max_q_len, kv_tokens)
+                own = PlanBuffers.allocate(max_batch, programs, config, group.head_dim_v, meta, slots)
+                sizes.append(sum(tensor.nbytes for tensor in tensors_of(own).values()))
+            total += max(sizes)
+        return total
+
+
+def _backends_of(backend: str, arch: int, group: Geometry, max_batch: int, max_q_len: int) -> set[str]:
+    """The backends that a group may have on a chip, whatever its pages hold."""
+    if backend != "auto":
+        return {backend}
+    works = cuda_works_on(arch)
+    sizes = (None, Size(max_batch, max_q_len, 0))
+    return {choose_backend("cuda", arch, Asked(group), size, cuda_works=works) for size in sizes}

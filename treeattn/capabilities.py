@@ -155,7 +155,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         max_shared_dims=(576, 512),
         lacks_on={("cpu", torch.bfloat16): "Triton's interpreter computes bfloat16 products wrongly"},
         numbers="accumulates in float32; float32 has true float32 products",
-        purpose="serving; `auto` on a GPU",
+        purpose="serving; `auto` on other GPUs, and for what `cuda` lacks",
     ),
     "torch": Capabilities(
         devices={"cpu": "CPU", "cuda": "GPU"},
@@ -172,17 +172,17 @@ CAPABILITIES: dict[str, Capabilities] = {
     "cuda": Capabilities(
         devices={"cuda": "NVIDIA GPU of compute capability 9.0 (Hopper)"},
         dtypes=(torch.float16, torch.bfloat16),
-        head_dims=(64, 128),
+        head_dims=(64, 128, 256),
         shared_dims=(576, 512),
         options=frozenset(
             {"fresh_tree", "shared_kv", "window", "windowed_cache", "part", "soft_cap", "sinks", "batch_invariant"}
         ),
         not_together=(("shared_kv", "window"), ("shared_kv", "soft_cap")),
         numbers="accumulates in float32",
-        purpose="serving, on request",
+        purpose="serving; `auto` on Hopper",
     ),
 }
-"""By backend, the preferred one first; cuda, which covers the least, is only ever asked for by name."""
+"""By backend, in the order in which a refusal names another: cuda, which covers the least, stands last."""
 
 
 def missing(backend: str, device_type: str, asked: Asked) -> str | None:
@@ -258,7 +258,8 @@ def support_table() -> str:
 
 
 def _either(numbers: tuple[int, ...]) -> str:
-    return " or ".join(map(str, numbers))
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _dims(covers: Capabilities) -> str:

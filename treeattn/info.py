@@ -29,9 +29,15 @@ def parse_geometry(text: str) -> tuple[int, int, int]:
 
 
 def geometry_info(
-    geometry: tuple[int, int, int], q_len: int, dtype: str, arch: int, sms: int, page_tokens: int = 4096
+    geometry: tuple[int, int, int],
+    q_len: int,
+    dtype: str,
+    arch: int,
+    sms: int,
+    page_tokens: int = 4096,
+    cuda_works: bool = True,
 ) -> dict[str, Any]:
-    """Kernel, tile, split and merge of one geometry on a chip.
+    """What ``"auto"`` takes for one geometry on a chip, and Triton's kernel, tile, split and merge.
 
     Parameters
     ----------
@@ -43,16 +49,25 @@ def geometry_info(
         Compute capability times ten (0: no GPU) and multiprocessors.
     page_tokens : int
         Prefix length for the example of a split.
+    cuda_works : bool
+        Whether the CUDA kernels' code is there, or a compiler of it.
     """
     import torch
 
     import treeattn
+
+    from .backends import choose_backend
+    from .capabilities import Asked
+    from .cuda.config import cuda_config
+    from .geometry import Geometry
 
     qo, kv, dim = geometry
     if not 1 <= dim <= 256 or kv < 1 or qo % kv:
         raise ValueError(f"geometry {qo}/{kv}/{dim}: query heads must be a multiple of KV heads, head_dim 1 to 256")
     group, rows = qo // kv, qo // kv * q_len
     config = treeattn.select_config(arch, getattr(torch, dtype), group, dim, q_len)
+    asked = Asked(Geometry.of(qo, kv, dim, dtype=getattr(torch, dtype)))
+    auto = choose_backend("cuda", arch, asked, cuda_works=cuda_works)
     programs = sms * config.programs_per_sm
     row_tiles = -(-rows // config.block_m)
     kv_tiles = -(-page_tokens // config.block_n) + -(-q_len // config.block_n)
@@ -60,6 +75,8 @@ def geometry_info(
     share = max(-(-items * kv_tiles // programs) if programs else kv_tiles, config.min_share)
     return {
         "geometry": f"{qo}/{kv}/{dim}",
+        "auto": auto,
+        "auto_reason": cuda_config(asked.geometry, q_len).reason if auto == "cuda" else None,
         "q_len": q_len,
         "dtype": dtype,
         "packed_rows": rows,
@@ -193,7 +210,11 @@ def gather(
         "sms": sms,
         "here": found["gpu"] is not None and described == chip,
     }
-    found["geometries"] = [geometry_info(parse_geometry(text), q_len, dtype, described, sms) for text in geometries]
+    # of another chip than this one it is taken for granted
+    works = described != chip or found["gpu"] is None or found["backends"]["cuda"]["cuda"] is None
+    found["geometries"] = [
+        geometry_info(parse_geometry(text), q_len, dtype, described, sms, cuda_works=works) for text in geometries
+    ]
     return found
 
 
@@ -215,12 +236,14 @@ def render(found: dict[str, Any]) -> str:
     lines += _render_cuda(found["cuda"])
     chip = found["kernels_for"]
     where = "this GPU" if chip["here"] else "not here"
-    lines.append(f"triton kernels on sm_{chip['arch']} with {chip['sms']} multiprocessors ({where}):")
+    where = f"sm_{chip['arch']} with {chip['sms']} multiprocessors ({where})"
+    lines.append(f"what auto takes, and triton kernels, on {where}:")
     for one in found["geometries"]:
         tile = ", ".join(f"{key} {value}" for key, value in one["tile"].items())
         lines += [
             f"  {one['geometry']} {one['dtype']}, q_len {one['q_len']}: {one['packed_rows']} packed rows in "
             f"{one['row_tiles']} row tile(s) a KV head",
+            f"    auto:  {one['auto']}" + (f" ({one['auto_reason']})" if one["auto_reason"] else ""),
             f"    tile:  {tile}",
             f"    why:   {one['reason']}",
             f"    split: one request of {one['example_prefix']} tokens: {one['kv_tiles']} KV tiles, about "

@@ -22,6 +22,8 @@ from .validate import validate_plan, validation_wanted
 
 PLANNED = ("triton", "cuda")
 """Backends whose work a plan divides, and which share its buffers and the merge of partials."""
+TWIN = "triton"
+"""Where in ``Step.launches`` is the step for calls that fell back (:mod:`treeattn.fallback`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +119,10 @@ class Step(Geometry):
 
     Attributes
     ----------
+    backend : str
+        What its plan is made for, and its calls run with.
+    auto : bool
+        The backend was chosen, not named: a call that it cannot do goes to another (:mod:`treeattn.fallback`).
     handle : int
         Names this object to the operators of :mod:`treeattn.ops` for as long as it lives (:func:`step_of`).
     """
@@ -129,6 +135,7 @@ class Step(Geometry):
     buffers: PlanBuffers | None = None
     host: HostState | None = None
     validate: bool = False
+    auto: bool = False
     checked: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
     launches: dict[str, Any] = field(default_factory=dict, repr=False)
     scored: dict[Any, Any] = field(default_factory=dict, repr=False)  # options of calls that are checked
@@ -245,9 +252,12 @@ def plan(
         A row's bits depend on its own request, the geometry and ``max_q_len`` only, not on the rest of the batch, its
         order or any capacity. Costs memory for every split, and balance (:func:`invariant_slots` has the formula).
     backend : {"auto", "reference", "torch", "triton", "cuda"}
-        "auto" is Triton on a CUDA device and torch on a CPU. A backend named here never falls back to another.
+        "auto" is what :func:`treeattn.backends.choose_backend` takes: torch on a CPU; on a CUDA device "cuda" where it
+        covers the geometry, runs on the chip and has its code or a compiler, else "triton". What "cuda" then cannot do
+        of a call, Triton does. A backend named here never falls back to another.
     config : KernelConfig, optional
-        Tiles of the Triton or CUDA kernels, :func:`treeattn.select_config` by default: for tuning.
+        Tiles of the Triton or CUDA kernels, :func:`treeattn.select_config` by default: for tuning. With "auto" they
+        are Triton's.
     validate : bool, optional
         Read device data and check the addresses, now (page ids where ``kv.num_pages`` is given) and in every call with
         this step, against its cache. None: what TREEATTN_VALIDATE says.
@@ -295,22 +305,15 @@ def prepare_step(
     if kv.tree_slots is not None and kv.tree_slots.shape[0] < layout.total_q:
         raise ValueError(f"tree_slots has {kv.tree_slots.shape[0]} entries, the layout has {layout.total_q} query rows")
     asked = Asked(geometry, windowed_cache=kv.kv_start is not None)
-    name = backends.resolve(backend, layout.device, asked)
-    programs, buffers = 0, None
-    if name in PLANNED:
-        config = config or _config_of(name, layout, geometry)
-        programs = backends.num_programs(layout.device, config)
-        slots = None
-        if geometry.batch_invariant:
-            tokens = kv.table.shape[-1] * kv.page_size
-            every = tokens if kv.kv_indptr is not None else layout.batch * tokens
-            slots = invariant_slots(geometry, config, layout.batch, layout.max_q_len, every)
-        buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device, slots)
+    size = backends.Size(layout.batch, layout.max_q_len, kv.table.shape[-1] * kv.page_size)
+    name = backends.resolve(backend, layout.device, asked, size)
+    if name == "cuda" and backend == "auto":
+        name = "cuda" if config is None and _loads(layout, geometry) else "triton"
     shared = {entry.name: getattr(geometry, entry.name) for entry in fields(Geometry)}
+    planned = planned_for(name, layout, kv, geometry, config) if name in PLANNED else {"config": config}
     step = Step(
-        **shared, layout=layout, kv=kv, backend=name, config=config, num_programs=programs, buffers=buffers, host=host,
-        validate=validate,
-    )  # fmt: skip
+        **shared, **planned, layout=layout, kv=kv, backend=name, host=host, validate=validate, auto=backend == "auto"
+    )
     if name == "cuda":
         from .cuda.launch import prepare
 
@@ -318,12 +321,36 @@ def prepare_step(
     return step
 
 
-def _config_of(backend: str, layout: TreeLayout, geometry: Geometry) -> KernelConfig:
+def planned_for(
+    backend: str, layout: TreeLayout, kv: PagedKV, geometry: Geometry, config: KernelConfig | None = None
+) -> dict[str, Any]:
+    """What a step of one of the backends `PLANNED` has for its plan: tiles, programs, and memory."""
+    config = config or config_of(backend, backends.arch(layout.device), geometry, layout.max_q_len)
+    programs = backends.num_programs(layout.device, config)
+    slots = None
+    if geometry.batch_invariant:
+        tokens = kv.table.shape[-1] * kv.page_size
+        every = tokens if kv.kv_indptr is not None else layout.batch * tokens
+        slots = invariant_slots(geometry, config, layout.batch, layout.max_q_len, every)
+    buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device, slots)
+    return {"config": config, "num_programs": programs, "buffers": buffers}
+
+
+def _loads(layout: TreeLayout, geometry: Geometry) -> bool:
+    """Whether all kernels that calls of a geometry may take are there, or can be made now."""
+    from .cuda.ready import load_every
+
+    config = config_of("cuda", backends.arch(layout.device), geometry, layout.max_q_len)
+    return load_every(geometry, config, layout.device)
+
+
+def config_of(backend: str, arch: int, geometry: Geometry, max_q_len: int) -> KernelConfig:
+    """Tiles of a backend on a chip."""
     if backend == "cuda":
         from .cuda.config import cuda_config
 
-        return cuda_config(geometry, layout.max_q_len)
-    return group_config(backends.arch(layout.device), geometry, layout.max_q_len)
+        return cuda_config(geometry, max_q_len)
+    return group_config(arch, geometry, max_q_len)
 
 
 def invariant_slots(geometry: Geometry, config: KernelConfig, batch: int, max_q_len: int, kv_tokens: int) -> int:

@@ -77,6 +77,7 @@ struct Share {
 struct Named {
   int arrived = 0, threads = 0;
   u32 held = 0;
+  bool any = false, was_any = false;  // of those who have arrived; of the meeting before
 };
 
 // A multiprocessor: what a block has while it runs, and its shared memory while another runs.
@@ -191,7 +192,7 @@ const Value* Meeting<SIZE, Value>::meet(int me, const Value& value, u32 what) {
 }
 
 // At a barrier so many threads meet; another number at the same time is undefined on a chip.
-inline void named_meet(int id, int threads) {
+inline bool named_meet(int id, int threads, bool condition = false) {
   Named& at = machine->named[id];
   if (at.arrived != 0 && at.threads != threads) {
     std::fprintf(stderr, "barrier %d is waited at by %d and by %d threads\n", id, at.threads, threads);
@@ -199,13 +200,17 @@ inline void named_meet(int id, int threads) {
   }
   const u32 mine = at.held;
   at.threads = threads;
+  at.any |= condition;
   if (++at.arrived == threads) {
     at.arrived = 0;
     at.held += 1;
+    at.was_any = at.any;
+    at.any = false;
     progress += 1;
   } else {
     while (at.held == mine) yield();
   }
+  return at.was_any;
 }
 
 inline const u64* warp_meets(u64 value, u32 what) { return machine->warps[running / 32].meet(running % 32, value, what); }
@@ -463,6 +468,10 @@ template <int THREADS>
 inline void threads_sync(int id) {
   named_meet(id, THREADS);
 }
+template <int THREADS>
+inline bool threads_any(int id, bool condition) {
+  return named_meet(id, THREADS, condition);
+}
 template <int COUNT>
 inline void pin(float (&)[COUNT]) {}
 
@@ -491,7 +500,7 @@ struct Operands {
   u32 turn;
   const Share* of;
   float a[16][16];
-  Four b[4][16][16];  // by thread of four and block of 8 columns: two numbers of B's row k, for both rows of A
+  Four b[4][32][16];  // by thread of four and block of 8 columns: two numbers of B's row k, for both rows of A
 };
 inline Operands operands;
 

@@ -32,7 +32,8 @@ CHECKED = "TREEATTN_TRAP_AFTER=3000000"
 """A build that ends with an error where it would hang at a barrier."""
 CANARY = f"{CHECKED} TREEATTN_CANARY=1 TREEATTN_DELAY=1"
 """And one that spoils a half tile before it is written again, and whose producer sleeps now and then."""
-KINDS = ((128, torch.bfloat16), (64, torch.float16), (128, torch.float16), (64, torch.bfloat16))
+KINDS = tuple((dim, dtype) for dtype in (torch.bfloat16, torch.float16) for dim in (128, 64, 256))
+"""Three that follow each other have all head dims."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "lone-root": {"q_lens": [1], "prefixes": [0], "heads": (1, 1)},
@@ -108,8 +109,8 @@ def shaped(name: str, dim: int, dtype: torch.dtype, options: Options | None = No
 @pytest.mark.usefixtures("build")
 def test_shapes(name: str) -> None:
     first = list(SHAPES).index(name)
-    for index in (first, first + 1):
-        case = shaped(name, *KINDS[index % 4])
+    for index in range(first, first + 3):
+        case = shaped(name, *KINDS[index % 6])
         verdict = check_case(case, "cuda", ("plain", "static")[index % 2])
         assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
@@ -120,7 +121,7 @@ def test_random_cases(part: int) -> None:
     """Any placement; rows of K and V that start at odd addresses are refused, in words."""
     refused = 0
     for seed in range(6 * part, 6 * part + 6):
-        dim, dtype = KINDS[seed % 4]
+        dim, dtype = KINDS[seed % 6]
         case = random_case(seed, device="cuda", dtype=dtype, head_dim=dim)
         for path in ("plain", "static"):
             try:
@@ -134,10 +135,11 @@ def test_random_cases(part: int) -> None:
     assert refused < 12
 
 
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 8)], ids=["c1", "c2", "c3"])
-def test_the_same_bits_again_and_again(heads: tuple[int, int]) -> None:
+def test_the_same_bits_again_and_again(heads: tuple[int, int], dim: int) -> None:
     """One input a thousand times, by calls and by replays of a graph."""
-    batch, q_len, prefix, dim = 4, 8 if heads == (8, 1) else 17, 5000, 128
+    batch, q_len, prefix = 4, 8 if heads == (8, 1) else 17, 5000
     pages = batch * 80
     generator = torch.Generator("cuda").manual_seed(0)
     k, v = (torch.randn(pages, 64, heads[1], dim, device="cuda", generator=generator).bfloat16() for _ in range(2))
@@ -184,7 +186,7 @@ OPTION_SHAPES = (
 @pytest.mark.usefixtures("build")
 def test_options(name: str) -> None:
     for index, shape in enumerate(OPTION_SHAPES, list(OPTIONS).index(name)):
-        case = shaped(shape, *KINDS[index % 4], OPTIONS[name])
+        case = shaped(shape, *KINDS[index % 6], OPTIONS[name])
         verdict = check_case(case, "cuda", ("plain", "static")[index % 2])
         assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
@@ -193,7 +195,7 @@ class OwnSetting(Setting):
     """Cases that the kernels cover."""
 
     def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
-        own = {"head_dim": (64, 128)[seed % 2], "cache": "paged", "strided_q": False}
+        own = {"head_dim": (64, 128, 256)[seed % 3], "cache": "paged", "strided_q": False}
         return super().case(seed, dtype, **{**own, **pins})
 
 

@@ -133,6 +133,20 @@ def test_replays_of_cuda_are_right(geometry: dict[str, Any], dtype: torch.dtype)
     replays_are_right(geometry, dtype, "cuda")
 
 
+AUTO = [
+    GEOMETRIES[0] | {"head_dim": 256},
+    GEOMETRIES[0] | {"options": Options(logits_soft_cap=20.0, sinks=True)},
+    GEOMETRIES[5] | {"options": Options(head_dim_v=512, shared_kv=True, logits_soft_cap=20.0)},  # Triton's, at the call
+    GEOMETRIES[4],
+]
+
+
+@pytest.mark.csrc
+@pytest.mark.parametrize("geometry", AUTO, ids=["d256", "cap-sinks", "mla-cap", "fp8-fresh"])
+def test_replays_of_auto_are_right(geometry: dict[str, Any]) -> None:
+    replays_are_right(geometry, torch.bfloat16, "auto")
+
+
 def replays_are_right(geometry: dict[str, Any], dtype: torch.dtype, backend: str) -> None:
     pins = {
         **geometry, "source": "parents", "index_dtype": torch.int32, "kv_layout": "NHD", "cache": "paged",
@@ -196,16 +210,17 @@ def test_a_step_reads_nothing_on_the_host() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_buffers_take_what_nbytes_says() -> None:
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_buffers_take_what_nbytes_says(backend: str) -> None:
     import treeattn
 
     pins = {**GEOMETRIES[0], "source": "parents"}
     like = step_case(MAX_BATCH, torch.bfloat16, pins)
-    loop = Looped(like, captured=False)
+    loop = Looped(like, captured=False, backend=backend)
     properties = torch.cuda.get_device_properties(0)
     geometry = {"num_qo_heads": like.num_qo_heads, "num_kv_heads": like.num_kv_heads, "head_dim": like.head_dim}
     said = treeattn.StaticBuffers.nbytes(
-        MAX_BATCH, MAX_WIDTH, MAX_BATCH * MAX_WIDTH, groups=[{**geometry, "dtype": torch.bfloat16}],
+        MAX_BATCH, MAX_WIDTH, MAX_BATCH * MAX_WIDTH, groups=[{**geometry, "dtype": torch.bfloat16, "backend": backend}],
         arch=properties.major * 10 + properties.minor, num_sms=properties.multi_processor_count,
     )  # fmt: skip
     assert said == loop.static.bufs.allocated_bytes

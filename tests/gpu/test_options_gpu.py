@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(scope="module", params=("triton", "torch"))
+@pytest.fixture(scope="module", params=("triton", "torch", "auto"))
 def setting(request: pytest.FixtureRequest) -> Setting:
     return Setting(request.param, torch.device("cuda"), DTYPES)
 

@@ -27,19 +27,27 @@ from option_bodies import (
 from property_bodies import unseen_keys_change_nothing
 from settings_of_tests import Setting
 
+import treeattn
+from treeattn import backends
+from treeattn.backends import choose_backend
+from treeattn.buffers import tensors_of
+from treeattn.capabilities import CAPABILITIES, Asked
 from treeattn.cuda.build import kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
 from treeattn.cuda.launch import CacheMaps, fill, params_of
+from treeattn.fallback import FallbackLaunch, triton_twin
 from treeattn.kernels import launch as launching
 from treeattn.plan import Step
-from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
+from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, judge, random_case
+from treeattn.testing.run import StaticRun, call_of, group_of, previous_of
 
 GXX = shutil.which("g++")
 HOST = Path(__file__).resolve().parent.parent / "cuda_host"
 SCHEDULES = itertools.count(1)
 """Who runs when: another order in each call."""
 pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
-
+DIMS = (64, 128, 256, 128)
+"""Head dims of cases by their seeds."""
 
 BUILDS = ["", "-DTREEATTN_CANARY=1"]
 CALLED = "Fp16"
@@ -109,9 +117,8 @@ class HostAttention:
     first = __call__
 
 
-@pytest.fixture
-def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The triton backend, on the CPU, takes the tiles and the attention kernel of the cuda backend."""
+def host_launch(library: Any) -> type[launching.LayerLaunch]:
+    """A launch of the CUDA kernels on the host, with what Triton's kernels do of it."""
 
     class HostLayerLaunch(launching.LayerLaunch):
         def __init__(self, step: Step, q: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scoring: Any,
@@ -124,11 +131,51 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             if not (step.batch_invariant or step.shared_kv):
                 self.finish.first = lambda *leading: None  # the attention kernel merges
 
-    monkeypatch.setattr(launching, "LayerLaunch", HostLayerLaunch)
+    return HostLayerLaunch
+
+
+@pytest.fixture
+def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The triton backend, on the CPU, takes the tiles and the attention kernel of the cuda backend."""
+    monkeypatch.setattr(launching, "LayerLaunch", host_launch(library))
     monkeypatch.setattr(launching, "is_aligned", lambda step: not step.batch_invariant)
     monkeypatch.setattr("treeattn.cuda.launch.encode_tensor_map", host_map)
     planning = sys.modules["treeattn.plan"]
     monkeypatch.setattr(planning, "group_config", lambda arch, geometry, width: cuda_config(geometry, width))
+
+
+@pytest.fixture
+def auto_on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The CPU is a Hopper GPU to "auto": it runs the CUDA kernels on the host, or Triton's in the interpreter.
+
+    Returns which kernels ran: "cuda", "fallback" for a call of a CUDA step by Triton's, or "triton".
+    """
+    ran: list[str] = []
+    planning = sys.modules["treeattn.plan"]
+
+    def noted(name: str, made: type[Any]) -> type[Any]:
+        class Noted(made):  # type: ignore[misc, valid-type]
+            def __call__(self, *tensors: Any) -> None:
+                ran.append(name)
+                super().__call__(*tensors)
+
+        return Noted
+
+    def chosen(backend: str, device: torch.device, asked: Asked, size: backends.Size | None = None) -> str:
+        return choose_backend("cuda", 90, asked, size) if backend == "auto" else backend
+
+    covers = CAPABILITIES["cuda"]
+    monkeypatch.setitem(CAPABILITIES, "cuda", dataclasses.replace(covers, devices={**covers.devices, "cpu": "a CPU"}))
+    monkeypatch.setattr(backends, "chosen", chosen)
+    monkeypatch.setattr("treeattn.cuda.ready.load_every", lambda *of: True)
+    monkeypatch.setattr("treeattn.cuda.launch.prepare", lambda step: None)
+    monkeypatch.setattr("treeattn.cuda.launch.encode_tensor_map", host_map)
+    monkeypatch.setattr("treeattn.cuda.launch.CudaLayerLaunch", noted("cuda", host_launch(library)))
+    monkeypatch.setattr("treeattn.fallback.FallbackLaunch", noted("fallback", FallbackLaunch))
+    triton = noted("triton", launching.LayerLaunch)
+    monkeypatch.setattr(launching, "LayerLaunch", triton)
+    assert planning.backends is backends
+    return ran
 
 
 def shaped(q_lens: list[int], prefixes: list[int], heads: tuple[int, int], head_dim: int = 64,
@@ -158,6 +205,16 @@ SHAPES: dict[str, dict[str, Any]] = {
                                     "page_size": 16},
     "padded": {"q_lens": [17, 17, 17], "prefixes": [65, 0, 300], "heads": (4, 1), "nodes": [17, 1, 9],
                "page_size": 64},
+    "d256-lone-root": {"q_lens": [1], "prefixes": [0], "heads": (1, 1), "head_dim": 256},
+    "d256-c1": {"q_lens": [8, 3], "prefixes": [420, 64], "heads": (8, 1), "head_dim": 256, "page_size": 64},
+    "d256-c2": {"q_lens": [17], "prefixes": [333], "heads": (4, 1), "head_dim": 256, "page_size": 8, "table": "block"},
+    "d256-two-row-tiles": {"q_lens": [17], "prefixes": [200], "heads": (8, 1), "head_dim": 256, "page_size": 128,
+                           "kv_layout": "HND"},
+    "d256-rows": {"q_lens": [9], "prefixes": [333], "heads": (8, 1), "head_dim": 256, "page_size": 1},
+    "d256-slots": {"q_lens": [17, 17], "prefixes": [130, 1], "heads": (4, 1), "head_dim": 256, "tree_kv": "slots",
+                   "page_size": 48},
+    "d256-more-edge-tiles-than-stages": {"q_lens": [300, 3], "prefixes": [75, 130], "heads": (1, 1), "head_dim": 256,
+                                         "page_size": 16},
 }  # fmt: skip
 
 
@@ -169,12 +226,15 @@ def test_shapes(name: str) -> None:
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.usefixtures("on_host")
-def test_who_is_ahead_does_not_matter(turn: int) -> None:
+def test_who_is_ahead_does_not_matter(turn: int, head_dim: int) -> None:
     """Short requests, whose items the producer's first warp passes without a box, and one behind them that has some."""
     prefixes = [200 if request % 7 == 6 else request for request in range(49)]
-    case = shaped([3] * 49, prefixes, (2, 1), head_dim=128, page_size=16)
+    # of head dim 256, a block of one consumer and one of two, whose ring has two stages
+    q_len, count = (3, 49) if head_dim == 128 else ((3, 28), (35, 14))[turn % 2]
+    case = shaped([q_len] * count, prefixes[-count:], (2, 1), head_dim=head_dim, page_size=16)
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
@@ -182,8 +242,8 @@ def test_who_is_ahead_does_not_matter(turn: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("on_host")
 def test_random_cases(seed: int) -> None:
-    case = random_case(seed, dtype=torch.float16, head_dim=(64, 128)[seed % 2], batch=1 + seed % 3, max_prefix=130,
-                       max_width=(8, 17, 33)[seed % 3], num_kv_heads=1, cache="paged")  # fmt: skip
+    case = random_case(seed, dtype=torch.float16, head_dim=DIMS[seed % 4], batch=1 + seed % 3,
+                       max_prefix=130, max_width=(8, 17, 33)[seed % 3], num_kv_heads=1, cache="paged")  # fmt: skip
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
@@ -196,6 +256,10 @@ OPTION_SHAPES: dict[str, dict[str, Any]] = {
     "c3": {"q_lens": [17, 17], "prefixes": [300, 0], "heads": (16, 2), "head_dim": 128, "tree_kv": "slots",
            "page_size": 48},
     "c3-fresh": {"q_lens": [17], "prefixes": [200], "heads": (8, 1), "tree_kv": "fresh", "page_size": 16},
+    "d256": {"q_lens": [17, 3], "prefixes": [200, 70], "heads": (4, 1), "head_dim": 256, "page_size": 16,
+             "nodes": [16, 3]},
+    "d256-fresh": {"q_lens": [5], "prefixes": [200], "heads": (4, 1), "head_dim": 256, "tree_kv": "fresh",
+                   "page_size": 12},
 }  # fmt: skip
 OPTIONS: dict[str, Options] = {
     "sinks": Options(sinks=True),
@@ -216,7 +280,8 @@ OPTIONS: dict[str, Options] = {
 CANARY_ONLY = pytest.mark.parametrize("library", BUILDS[1:], indirect=True)
 """The build that shows more, where both would take a minute."""
 OPTION_CASES = [
-    (name, shape) for name in OPTIONS for shape in OPTION_SHAPES if shape in ("c1", "c2", "c3") or "window" in name
+    (name, shape) for name in OPTIONS for shape in OPTION_SHAPES
+    if shape in ("c1", "c2", "c3", "d256") or "window" in name
 ]
 
 
@@ -231,11 +296,21 @@ def test_options(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
+@CANARY_ONLY
+@pytest.mark.parametrize("shape", ["c3", "d256"])
+@pytest.mark.usefixtures("on_host")
+def test_negative_scales(shape: str) -> None:
+    """Q that products take from shared memory changes its sign there."""
+    case = shaped(**OPTION_SHAPES[shape])
+    verdict = check_case(dataclasses.replace(case, sm_scale=-0.11), "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
 class HostSetting(Setting):
     """Cases that the kernels cover and the host can afford."""
 
     def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
-        own = {"head_dim": (64, 128)[seed % 2], "num_kv_heads": 1, "cache": "paged", "max_width": (8, 17)[seed % 2],
+        own = {"head_dim": DIMS[seed % 4], "num_kv_heads": 1, "cache": "paged", "max_width": (8, 17)[seed % 2],
                "max_prefix": 130, "batch": 2}  # fmt: skip
         return super().case(seed, dtype, **{**own, **pins})
 
@@ -282,8 +357,13 @@ def latent(q_lens: list[int], prefixes: list[int], heads: int, options: Options 
 
 
 @pytest.fixture
-def on_host_wide(on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `on_host`, with few and wide programs for the merge, of which each costs Triton's interpreter time."""
+def on_host_wide(on_host: None, on_host_wide_merge: None) -> None:
+    """As `on_host`, with the merge of the other fixture."""
+
+
+@pytest.fixture
+def on_host_wide_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and wide programs for the merge, of which each costs Triton's interpreter time."""
     monkeypatch.setattr(launching, "FEW_MERGES", 0)
     monkeypatch.setattr(launching, "MERGE_DIMS", 512)
     monkeypatch.setattr(launching, "INVARIANT_ROWS", 16)
@@ -379,3 +459,93 @@ class LatentSetting(Setting):
 def test_mla_unseen_rows_change_nothing(seed: int) -> None:
     setting = LatentSetting("triton", torch.device("cpu"), (torch.float16,), small=True)
     unseen_keys_change_nothing(setting, {"seed": seed})
+
+
+# "auto", on a GPU that has the CUDA kernels: everything that Triton's kernels do works
+
+FP8 = torch.float8_e4m3fn
+AUTO_OPTIONS: dict[str, Options] = {
+    "none": Options(),
+    **{name: OPTIONS[name] for name in OPTIONS if name not in ("window-0", "window-3", "prefix-window", "tree-window")},
+    "fp8": Options(kv_dtype=FP8, scales="heads"),
+    "fp8-cap-sinks": Options(kv_dtype=FP8, scales="tensor", logits_soft_cap=4.0, sinks=True),
+    "unlike-dims": Options(head_dim_v=32, logits_soft_cap=4.0),
+}
+AUTO_MLA: dict[str, Options] = {
+    name: dataclasses.replace(options, shared_kv=True, head_dim_v=512)
+    for name, options in {
+        "none": Options(), "cap": Options(logits_soft_cap=3.0), "sinks": Options(sinks=True),
+        "tree": Options(part="tree"), "cap-sinks": Options(logits_soft_cap=3.0, sinks=True, sinks_in_lse=True),
+        "window": Options(window_left=9), "cap-invariant": Options(logits_soft_cap=3.0, batch_invariant=True),
+        "fp8": Options(kv_dtype=FP8),
+    }.items()
+}  # fmt: skip
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("name", AUTO_OPTIONS)
+def test_auto_does_what_triton_does(name: str, auto_on_host: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows at odd addresses too; each option with each way to prepare a step."""
+    monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 130)
+    ran: set[str] = set()
+    for seed, path in itertools.product(range(2), ("plain", "static")):
+        dim = (64, 40)[seed]
+        cache = ("paged", "strided", "packed")[(seed + (path == "static")) % 3]
+        case = random_case(seed, dtype=torch.float16, head_dim=dim, batch=2, max_prefix=70, max_width=9,
+                           num_kv_heads=2, cache=cache, options=AUTO_OPTIONS[name])  # fmt: skip
+        verdict = check_case(case, "auto", path)
+        assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
+        ran |= set(auto_on_host)
+    assert "triton" in ran
+    # of FP8 caches and unlike dims, the geometry tells
+    assert ("cuda" in ran) == (not name.startswith(("fp8", "unlike")))
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("name", AUTO_MLA)
+def test_auto_does_what_triton_does_of_mla(name: str, auto_on_host: list[str], on_host_wide_merge: None) -> None:
+    case = latent([5, 3], [100, 40], 8, options=AUTO_MLA[name], page_size=16)
+    # a soft cap is known at the call; a window and an FP8 cache at the plan
+    wanted = "fallback" if "cap" in name else "triton" if name in ("window", "fp8") else "cuda"
+    for path in ("plain", "static"):
+        auto_on_host.clear()
+        verdict = check_case(case, "auto", path)
+        assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
+        assert set(auto_on_host) == {wanted}
+
+
+@CANARY_ONLY
+def test_a_call_that_falls_back_between_others(auto_on_host: list[str]) -> None:
+    """One group of static buffers, and calls with q at an odd address between those without."""
+    case = shaped(**OPTION_SHAPES["c1"])
+    before = previous_of(case, 5)
+    static = StaticRun.for_cases([case, before], "auto")
+    odd = torch.empty(static.q.numel() + 1, dtype=static.q.dtype)[1:].view_as(static.q)
+    even, took = static.q, static.bufs.allocated_bytes
+    results = []
+    for static.q in (even, odd, even, odd):
+        if len(results) == 2:
+            static.update_(before)
+        results.append(static.run(case))
+        assert judge(case, results[-1].out, results[-1].lse).ok
+    assert auto_on_host == ["cuda", "fallback"] * 2
+    assert torch.equal(results[0].out, results[2].out)
+    assert torch.equal(results[1].out, results[3].out)
+    assert not torch.equal(results[0].out, results[1].out)  # other kernels, other sums
+    twin = triton_twin(static.step)
+    assert twin.buffers is not None
+    assert static.bufs.allocated_bytes == took + sum(tensor.nbytes for tensor in tensors_of(twin.buffers).values())
+
+
+@CANARY_ONLY
+def test_a_backend_that_was_named_does_not_fall_back(auto_on_host: list[str]) -> None:
+    case = latent([5], [100], 8, options=Options(logits_soft_cap=3.0), page_size=16)
+    step = dataclasses.replace(treeattn.plan(case.layout(), case.kv(), **group_of(case)), auto=False)
+    with pytest.raises(NotImplementedError, match=r"logits_soft_cap 3.0 apart only; backend='triton' can"):
+        treeattn.tree_attention(case.q, case.k_cache, None, step, **call_of(case))
+    case = shaped(**OPTION_SHAPES["c1"])
+    step = dataclasses.replace(treeattn.plan(case.layout(), case.kv(), **group_of(case)), auto=False)
+    odd = torch.empty(case.q.numel() + 1, dtype=case.q.dtype)[1:].view_as(case.q)
+    with pytest.raises(NotImplementedError, match=r"needs rows of q at multiples of 16 bytes.*backend='triton' can"):
+        treeattn.tree_attention(odd, case.k_cache, case.v_cache, step, **call_of(case))
+    assert auto_on_host == []

@@ -79,7 +79,7 @@ class KernelShape(NamedTuple):
         ring = 2 * self.stages * self.keys * self.head_dim * 2
         q = self.consumers * 64 * self.head_dim * 2
         barriers = 4 * self.stages + 2 + 4 * ITEMS
-        rest = -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 5 * 4
+        rest = -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 2 * 4
         return -(-(ring + q + rest) // ATOM_BYTES) * ATOM_BYTES
 
 

@@ -10,7 +10,9 @@ from ..config import KernelConfig
 from ..geometry import Geometry
 
 ARCH = 90
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
+WIDE = 256
+"""Head dim whose sums, 128 registers a thread, leave room for two consumers and one block an SM."""
 MLA_DIMS = (576, 512)
 """Of latent rows: of K, and of V in it."""
 MLA_WARPS = 16
@@ -62,12 +64,15 @@ class Variant(NamedTuple):
         return self.head_dim == MLA_DIMS[0]
 
 
-def consumers_for(rows: int) -> int:
+def consumers_for(rows: int, head_dim: int = 128) -> int:
     """Consumer warpgroups of a block for `rows` packed rows of a request and KV head.
 
     The fewest 64-row products in all, then the fewest reads of K and V, then the smaller block: 64 rows take one, 68
-    two, 136 three; 260 take two tiles on three, 512 four tiles on two.
+    two, 136 three; 260 take two tiles on three, 512 four tiles on two. At head dim 256, which has two at most, the
+    fewest reads come first: from L2 the 64 KB of a tile take about 2,500 clocks, the products of 64 rows 1,024.
     """
+    if head_dim == WIDE:
+        return 1 if rows <= 64 else 2
 
     def cost(consumers: int) -> tuple[int, int, int]:
         tiles = -(-rows // (64 * consumers))
@@ -81,10 +86,10 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
     if geometry.shared_kv:
         reason = "64 rows, whose sums are half of the registers"
         return KernelConfig(64, KEYS, geometry.head_dim, MLA_WARPS, 2, 1, 2, reason)
-    consumers = consumers_for(geometry.group * max_q_len)
-    blocks = 2 if consumers == 1 else 1
+    consumers = consumers_for(geometry.group * max_q_len, geometry.head_dim)
+    blocks = 2 if consumers == 1 and geometry.head_dim != WIDE else 1
     reason = {
-        1: "one 64-row warpgroup, two blocks an SM",
+        1: f"one 64-row warpgroup, {blocks} block(s) an SM",
         2: "two 64-row warpgroups on the same K and V",
         3: "three 64-row warpgroups on the same K and V",
     }[consumers]

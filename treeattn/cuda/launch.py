@@ -52,6 +52,10 @@ LARGEST = 3e38
 """Of a float32, and less than inf: 0 times it is 0."""
 
 
+class NotLoadedError(RuntimeError):
+    """A kernel is not loaded yet, and a graph capture cannot load it."""
+
+
 @cache
 def module_on(binary: Binary, device_index: int) -> Module:
     """Code loaded on a device, once."""
@@ -66,7 +70,7 @@ def load(variant: Variant, device_index: int, macros: tuple[str, ...] = ()) -> F
     with torch.cuda.device(device_index):
         capturing = torch.cuda.is_current_stream_capturing()
     if capturing:
-        raise RuntimeError(
+        raise NotLoadedError(
             f"the CUDA kernel {variant.name} is not loaded on device {device_index} yet, and a graph capture cannot "
             "load it: plan such a step, make StaticBuffers with this group, or run such a call (a soft cap has a "
             "kernel of its own), before the capture"
@@ -100,18 +104,19 @@ def prepare(step: Step, capped: bool = False) -> Function:
     return function
 
 
-def refuse_unaligned(cache_strides: tuple[int, ...], **tensors: Tensor | None) -> None:
-    """NotImplementedError unless rows of q, K and V start at multiples of 16 bytes, and pairs of out at 4."""
+def unaligned(cache_strides: tuple[int, ...], **tensors: Tensor | None) -> str | None:
+    """What is wrong where rows of q, K and V do not start at multiples of 16 bytes, and pairs of out at 4."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         strides = cache_strides if name.endswith("_cache") else tensor.stride()[:2]
         unit = 4 if name == "out" else ROW_BYTES
         if tensor.data_ptr() % unit or any(stride * tensor.element_size() % unit for stride in strides):
-            raise NotImplementedError(
-                f"backend 'cuda' cannot do this: it needs rows of {name} at multiples of {unit} bytes, got address "
-                f"{tensor.data_ptr():#x} and strides {tuple(strides)}; backend='triton' can"
+            return (
+                f"it needs rows of {name} at multiples of {unit} bytes, got address {tensor.data_ptr():#x} and strides "
+                f"{tuple(strides)}"
             )
+    return None
 
 
 def params_of(

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import treeattn
 from treeattn import PagedKV, Step
-from treeattn.backends import available_backends
-from treeattn.capabilities import Asked, missing
+from treeattn.backends import why_not
+from treeattn.capabilities import Asked
 from treeattn.geometry import FP8_DTYPES, Geometry, Part
 
 
@@ -149,14 +149,11 @@ def group_key(call: ExtendCall) -> GroupKey:
 
 def geometry_refusal(key: GroupKey, device: torch.device, backend: str = "auto", part: Part = "all") -> str | None:
     """Why treeattn does not do a geometry on a device, or None."""
-    name = backend if backend != "auto" else "triton" if device.type == "cuda" else "torch"
-    if (reason := available_backends(device).get(name, f"no backend {name!r}")) is not None:
-        return reason
     try:
         geometry = Geometry.of(**key._asdict(), fresh_tree=True, part=part)
+        return why_not(backend, device, Asked(geometry, windowed_cache=key.windowed))
     except (TypeError, ValueError) as error:
         return str(error)
-    return missing(name, device.type, Asked(geometry, windowed_cache=key.windowed))
 
 
 def call_refusal(call: ExtendCall) -> str | None:
