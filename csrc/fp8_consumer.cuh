@@ -52,6 +52,7 @@ struct Fp8Consumer {
   const int group, warp, lane;  // warpgroup of the block, warp of the warpgroup
   const u32 q_address;
   Place<STAGES> place;
+  u32 turn = 0;  // where the bases are
 
   __device__ __forceinline__ Fp8Consumer(const AttentionParams& params, Memory& shared, int warpgroup, int warp_index,
                                          int lane_index)
@@ -186,7 +187,8 @@ struct Fp8Consumer {
 
   // scores[64, ROWS] = K Q^T
   template <class Number>
-  __device__ __forceinline__ void multiply_k(Scores& scores, const u32 (&k)[4 * K_STEPS]) const {
+  __device__ __forceinline__ void multiply_k(Scores& scores, u32 (&k)[4 * K_STEPS]) const {
+    pin(k);
     const u64 q = operand(q_address, 16, ATOM_BYTES);
     wgmma_fence();
 #pragma unroll
@@ -294,15 +296,16 @@ struct Fp8Consumer {
 
   // Weights to shared memory as numbers of `Number`, their sums by row to `part`; true if a base is far too low.
   template <class Number>
-  __device__ __forceinline__ bool weigh(const Scores& scores, float scale, const Each& base, Each& part, u32 to) const {
+  __device__ __forceinline__ bool weigh(const Scores& scores, float scale, Each& part, u32 to) const {
     float greatest = 0.f;
     const u32 row = to + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+    const float* const base = exchange.base[turn] + lane % 4 * 2;
     u32 held[2];
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
       float weight[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) weight[i] = exp2_approx(scores[4 * j + i] * scale - base[2 * j + i % 2]);
+      for (int i = 0; i < 4; ++i) weight[i] = exp2_approx(scores[4 * j + i] * scale - base[8 * j + i % 2]);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         part[2 * j + odd] = weight[odd] + weight[2 + odd];
@@ -338,8 +341,9 @@ struct Fp8Consumer {
       }
   }
 
-  // Move the bases to the greatest scores, and scale what there is; no product with `out` is on its way.
-  __device__ __forceinline__ void raise(const Scores& scores, float scale, Out& out, Each& base, Each& sum) const {
+  // Move the bases to the greatest scores, and scale what there is; no product with `out` is on its way. Each warp writes
+  // all bases for itself, beside those that others may still read.
+  __device__ __forceinline__ void raise(const Scores& scores, float scale, Out& out, Each& sum) {
     tell([&](int j, int odd) { return fmaxf(scores[4 * j + odd] * scale, scores[4 * j + 2 + odd] * scale); }, false);
     __syncwarp();
     sync();
@@ -348,12 +352,12 @@ struct Fp8Consumer {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int row = 8 * j + lane % 4 * 2 + odd;
-        float& mine = base[2 * j + odd];
+        const float mine = exchange.base[turn][row];
         float raised = mine;
 #pragma unroll
         for (int i = 0; i < 4; ++i) raised = fmaxf(raised, exchange.of_warp[i][row]);
         const float decay = exp2_approx(mine - raised);
-        mine = raised;
+        if (lane < 4) exchange.base[turn ^ 1][row] = raised;
         sum[2 * j + odd] *= decay;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {
@@ -361,23 +365,26 @@ struct Fp8Consumer {
           out[slab][4 * j + 2 + odd] *= decay;
         }
       }
+    turn ^= 1;
+    __syncwarp();
   }
 
   // Scores to weights in shared memory that all warps may read. `first`: there is no base yet.
   template <class Number>
-  __device__ __forceinline__ void softmax(const Scores& scores, float scale, Out& out, Each& base, Each& sum, u32 to,
-                                          bool first) const {
+  __device__ __forceinline__ void softmax(const Scores& scores, float scale, Out& out, Each& sum, u32 to, bool first) {
     Each part;
-    bool raised = first;
-    if (first) raise(scores, scale, out, base, sum);
+    bool raised = false;
 #pragma unroll 1
-    for (;;) {
-      const bool exceeds = weigh<Number>(scores, scale, base, part, to);
+    for (bool too_low = first;;) {
+      if (too_low) {
+        raise(scores, scale, out, sum);
+        raised = true;
+      }
+      const bool exceeds = weigh<Number>(scores, scale, part, to);
       fence_async_proxy();
       __syncwarp();
-      if (!threads_any<128>(5 + group, exceeds && !raised)) break;
-      raise(scores, scale, out, base, sum);
-      raised = true;
+      too_low = threads_any<128>(5 + group, exceeds && !raised);
+      if (!too_low) break;
     }
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) sum[i] += part[i];
@@ -446,6 +453,11 @@ struct Fp8Consumer {
         v_factor = 1.f;
       }
       __syncwarp();
+#pragma unroll
+      for (int slab = 0; slab < SLABS; ++slab) {
+        pin(v[slab]);
+        pin(out[slab]);
+      }
       wgmma_fence();
 #pragma unroll
       for (int slab = 0; slab < SLABS; ++slab) multiply_v<T>(out[slab], v[slab], weights, half);
@@ -470,7 +482,7 @@ struct Fp8Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) total += exchange.of_warp[i][thread];
       float inverse = total > 0.f ? 1.f / total : 0.f;
-      float lse = total > 0.f ? exchange.base[thread] + log2_approx(total) : -infinity();
+      float lse = total > 0.f ? exchange.base[turn][thread] + log2_approx(total) : -infinity();
       const i32 local = group * ROWS + thread, row = at.row0 + local;
       u64 to = 0;
       if (row < at.row_end) {
@@ -496,15 +508,8 @@ struct Fp8Consumer {
   }
 
   // Rows of a whole item to `out`, of a part to its partial slot. A thread has pairs of dims: of each 16, pair l / 4.
-  __device__ __forceinline__ void store(const Out& out, const Each& base, const Each& sum, const Cursor& at,
-                                        float v_factor) const {
+  __device__ __forceinline__ void store(const Out& out, const Each& sum, const Cursor& at, float v_factor) const {
     tell([&](int j, int odd) { return sum[2 * j + odd]; }, true);
-    if (warp == 0 && lane < 4) {
-#pragma unroll
-      for (int j = 0; j < ROWS / 8; ++j)
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) exchange.base[8 * j + 2 * lane + odd] = base[2 * j + odd];
-    }
     __syncwarp();
     sync();
     finish_rows(at, v_factor);
@@ -531,6 +536,81 @@ struct Fp8Consumer {
     __syncwarp();
   }
 
+  // --- tiles ----------------------------------------------------------------------------------------------------------
+
+  // Scores of an edge tile as they count, or of any with a soft cap, given what makes them so.
+  __device__ __forceinline__ void settle(Scores& scores, float scale, bool edge) const {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; ++i) scores[i] *= scale;
+    if (p.cap_in != 0.f) {
+#pragma unroll
+      for (int i = 0; i < ROWS / 2; ++i) scores[i] = soft_capped(scores[i]) * p.cap_out;
+    }
+    if (edge) mask(scores);
+  }
+
+  // A tile from the caches, whose product with V is on its way behind it.
+  __device__ __forceinline__ void cached_tile(Scores& scores, Out& out, Each& sum, const Cursor& at, i32 tile, i32 full,
+                                              float scale) {
+    const bool edge = tile >= full;
+    const u32 weights = shared_address(memory.weights[group][tile % 2]);
+    if (edge) share_words(at, at.edge_begin + (tile - full) * WORDS);
+    u32 k[4 * K_STEPS], v[SLABS][4 * V_STEPS];
+    take_k(k, wait_full(0));
+    pin(k);
+    release(0);
+    // not behind the next product, though that would wait by itself: ptxas allows no products on their way that read
+    // registers which were made meanwhile
+    finish_v(out);
+    multiply_k<Fp16>(scores, k);
+    const u32 v_slot = wait_full(1);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) take_v(v[slab] + 8 * half, v_slot, slab, half);
+    release(1);
+    wgmma_wait<0>();
+    pin(scores);
+    if (edge || p.cap_in != 0.f) {
+      settle(scores, scale, edge);
+      scale = 1.f;
+    }
+    softmax<Fp16>(scores, scale, out, sum, weights, tile == 0);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+      pin(v[slab]);
+      pin(out[slab]);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int slab = 0; slab < SLABS; ++slab) multiply_v<Fp16>(out[slab], v[slab] + 8 * half, weights, half);
+    wgmma_commit();
+    place = place.next();
+  }
+
+  // An edge tile where nodes bring their own K and V; no product is on its way before or behind it.
+  __device__ __forceinline__ void fresh_tile(Scores& scores, Out& out, Each& sum, const Cursor& at, i32 tile, i32 full,
+                                             float cached_scale, float fresh_scale, float& v_factor) {
+    const i32 unit = at.edge_begin + (tile - full) * WORDS;
+    const u32 weights = shared_address(memory.weights[group][tile % 2]);
+    share_words(at, unit);
+    {
+      u32 k[4 * K_STEPS];
+      take_fresh_k(k, wait_full(0), at, unit);
+      release(0);
+      multiply_k<T>(scores, k);
+      wgmma_wait<0>();
+      pin(scores);
+    }
+    settle(scores, word_of(at, unit, warp / 2) >= 0 ? fresh_scale : cached_scale, true);
+    softmax<T>(scores, 1.f, out, sum, weights, tile == 0);
+    multiply_fresh(out, wait_full(1), weights, at, unit, v_factor);
+    release(1);
+    place = place.next();
+  }
+
   __device__ __forceinline__ void item(const Cursor& at) {
     const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
     if (uniform(at.row0) + group * ROWS >= uniform(at.row_end)) {
@@ -550,84 +630,33 @@ struct Fp8Consumer {
     const float of_q = p.q_sign != 0 ? -load_q(at) : load_q(at);
     const float k_scale = p.k_scales != nullptr ? __ldg(p.k_scales + at.kv_head * p.stride_k_scale) : p.k_scale;
     float v_factor = p.v_scales != nullptr ? __ldg(p.v_scales + at.kv_head * p.stride_v_scale) : p.v_scale;
-    const bool capped = p.cap_in != 0.f;
-    const float fresh_scale = (capped ? p.cap_in : p.scale) * of_q, cached_scale = fresh_scale * k_scale;
+    const float fresh_scale = (p.cap_in != 0.f ? p.cap_in : p.scale) * of_q, cached_scale = fresh_scale * k_scale;
 
     Scores scores;
     Out out;
-    Each base, sum;
+    Each sum;
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
       for (int i = 0; i < ROWS / 2; ++i) out[slab][i] = 0.f;
 #pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) {
-      base[i] = LOWEST;
-      sum[i] = 0.f;
-    }
+    for (int i = 0; i < COLUMNS; ++i) sum[i] = 0.f;
+    for (u32 row = lane; row < ROWS; row += 32) exchange.base[turn][row] = LOWEST;  // each warp for itself, as in raise
+    __syncwarp();
 
+    const i32 cached = p.k_tree != nullptr ? full : tiles;
+    i32 tile = 0;
 #pragma unroll 1
-    for (i32 tile = 0; tile < tiles; ++tile) {
-      const bool edge = tile >= full, fresh = edge && p.k_tree != nullptr;
-      const i32 unit = at.edge_begin + (tile - full) * WORDS;
-      const u32 weights = shared_address(memory.weights[group][tile % 2]);
-      if (edge) share_words(at, unit);
-      u32 k[4 * K_STEPS], v[SLABS][4 * V_STEPS];
-      const u32 k_slot = wait_full(0);
-      if (fresh) {
-        finish_v(out);
-        if (tile == full) restore_q();
-        take_fresh_k(k, k_slot, at, unit);
-        release(0);
-        multiply_k<T>(scores, k);
-      } else {
-        take_k(k, k_slot);
-        release(0);
-        multiply_k<Fp16>(scores, k);
-        wgmma_wait<1>();  // the product with V before
-#pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) pin(out[slab]);
-      }
-      const u32 v_slot = wait_full(1);
-      if (!fresh) {
-#pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) take_v(v[slab] + 8 * half, v_slot, slab, half);
-        release(1);
-      }
-      wgmma_wait<0>();
-      pin(scores);
-      float scale = cached_scale;
-      if (edge || capped) {
-        scale = 1.f;
-        const float own = fresh && word_of(at, unit, warp / 2) >= 0 ? fresh_scale : cached_scale;
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; ++i) scores[i] *= own;
-        if (capped) {
-#pragma unroll
-          for (int i = 0; i < ROWS / 2; ++i) scores[i] = soft_capped(scores[i]) * p.cap_out;
-        }
-        if (edge) mask(scores);
-      }
-      if (fresh) {
-        softmax<T>(scores, scale, out, base, sum, weights, tile == 0);
-        multiply_fresh(out, v_slot, weights, at, unit, v_factor);
-        release(1);
-      } else {
-        softmax<Fp16>(scores, scale, out, base, sum, weights, tile == 0);
-        wgmma_fence();
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int slab = 0; slab < SLABS; ++slab) multiply_v<Fp16>(out[slab], v[slab] + 8 * half, weights, half);
-        wgmma_commit();
-      }
-      place = place.next();
+    for (; tile < cached; ++tile) cached_tile(scores, out, sum, at, tile, full, cached_scale);
+    if (tile < tiles) {
+      finish_v(out);
+      restore_q();
+#pragma unroll 1
+      for (; tile < tiles; ++tile) fresh_tile(scores, out, sum, at, tile, full, cached_scale, fresh_scale, v_factor);
     }
     release_q();
     finish_v(out);
-    store(out, base, sum, at, v_factor);
+    store(out, sum, at, v_factor);
   }
 
   __device__ __forceinline__ void run() {

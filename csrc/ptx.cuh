@@ -393,6 +393,13 @@ __device__ __forceinline__ void pin(float (&values)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
+// Nor make registers that a product reads behind this, where products are on their way.
+template <int COUNT>
+__device__ __forceinline__ void pin(u32 (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
 // Shared memory operand of a product in the 128-byte swizzle. The tile begins at a multiple of 1024 bytes; `stride` is
 // from 8 rows of 128 bytes to the next 8, `leading` from 64 columns to the next 64 where columns are the outer axis of
 // the product (V), and not read where they are summed over (K).
