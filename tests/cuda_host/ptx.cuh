@@ -36,6 +36,8 @@ namespace treeattn {
 
 struct Bf16 {};
 struct Fp16 {};
+struct E4m3 {};
+struct E5m2 {};
 
 alignas(1024) unsigned char shared_bytes[227 * 1024];
 
@@ -77,6 +79,7 @@ struct Share {
 struct Named {
   int arrived = 0, threads = 0;
   u32 held = 0;
+  bool says[2] = {};  // somebody, in this meeting and in the one before
 };
 
 // A multiprocessor: what a block has while it runs, and its shared memory while another runs.
@@ -191,7 +194,7 @@ const Value* Meeting<SIZE, Value>::meet(int me, const Value& value, u32 what) {
 }
 
 // At a barrier so many threads meet; another number at the same time is undefined on a chip.
-inline void named_meet(int id, int threads) {
+inline bool named_meet(int id, int threads, bool says = false) {
   Named& at = machine->named[id];
   if (at.arrived != 0 && at.threads != threads) {
     std::fprintf(stderr, "barrier %d is waited at by %d and by %d threads\n", id, at.threads, threads);
@@ -199,6 +202,8 @@ inline void named_meet(int id, int threads) {
   }
   const u32 mine = at.held;
   at.threads = threads;
+  if (at.arrived == 0) at.says[mine % 2] = false;
+  at.says[mine % 2] |= says;
   if (++at.arrived == threads) {
     at.arrived = 0;
     at.held += 1;
@@ -206,6 +211,7 @@ inline void named_meet(int id, int threads) {
   } else {
     while (at.held == mine) yield();
   }
+  return at.says[mine % 2];
 }
 
 inline const u64* warp_meets(u64 value, u32 what) { return machine->warps[running / 32].meet(running % 32, value, what); }
@@ -237,6 +243,23 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   unsigned bits = 0;
   for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
   return bits;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const treeattn::u64* all = treeattn::warp_meets(value, 9);
+  unsigned most = 0;
+  for (int i = 0; i < 32; ++i) most = all[i] > most ? static_cast<unsigned>(all[i]) : most;
+  return most;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const treeattn::u64 both = a | static_cast<treeattn::u64>(b) << 32;
+  unsigned made = 0;
+  for (int i = 0; i < 4; ++i) made |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return made;
+}
+inline float __int_as_float(int bits) {
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
   const treeattn::u64* all = treeattn::warp_meets(value, 8);
@@ -327,22 +350,23 @@ inline void copy_async_wait_all() {
   for (const Copy& copy : machine->fibers[running].open) copy_now(copy);
   machine->fibers[running].open.clear();
 }
-// The words of a map here: address, shape (4, innermost first), byte strides (3), box (4). 16-bit numbers.
+// The words of a map here: address, shape (4, innermost first), byte strides (3), box (4), bytes of a number.
 inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page, u32 barrier) {
   const u64* words = map.words;
+  const u64 bytes = words[12];
   for (u64 row = 0; row < words[9]; ++row)
     for (u64 column = 0; column < words[8]; ++column) {
       const u64 at[4] = {dim + column, slot + row, static_cast<u64>(head), static_cast<u64>(page)};
       unsigned short number = 0;
       if (at[0] < words[1] && at[1] < words[2] && at[2] < words[3] && at[3] < words[4])
-        std::memcpy(&number, reinterpret_cast<const char*>(words[0]) + 2 * at[0] + at[1] * words[5] + at[2] * words[6] +
-                                 at[3] * words[7], 2);
-      u32 place = to + row * 128 + column * 2;
+        std::memcpy(&number, reinterpret_cast<const char*>(words[0]) + bytes * at[0] + at[1] * words[5] + at[2] * words[6] +
+                                 at[3] * words[7], bytes);
+      u32 place = to + row * 128 + column * bytes;
       place ^= (place >> 7 & 7) << 4;
-      std::memcpy(shared_bytes + place, &number, 2);
+      std::memcpy(shared_bytes + place, &number, bytes);
     }
   Barrier& at = barrier_at(barrier);
-  at.bytes -= words[8] * words[9] * 2;
+  at.bytes -= words[8] * words[9] * bytes;
   barrier_turn(at);
 }
 inline void prefetch(const TensorMap&) {}
@@ -370,6 +394,34 @@ inline void store_blocks(u32 row, const u32 (&from)[4]) {
   for (int i = 0; i < 32; ++i) rows[i] = static_cast<u32>(all[i]);
   for (int block = 0; block < 4; ++block)
     std::memcpy(shared_bytes + rows[block * 8 + running % 32 / 4] + running % 4 * 4, from + block, 4);
+}
+// Lane l gets of each block column l / 4, rows 2 (l % 4) and the next.
+inline void load_blocks_across(u32 (&to)[4], u32 row) {
+  const u64* rows = warp_meets(row, 10);
+  const int lane = running % 32;
+  for (int block = 0; block < 4; ++block)
+    for (int i = 0; i < 2; ++i)
+      std::memcpy(reinterpret_cast<char*>(to + block) + 2 * i,
+                  shared_bytes + rows[block * 8 + lane % 4 * 2 + i] + lane / 4 * 2, 2);
+}
+// Lane l has of each block row l / 4, columns 2 (l % 4) and the next; a row of memory becomes a column.
+template <int COUNT>
+inline void store_columns(u32 row, const u32 (&parts)[COUNT]) {
+  u32 rows[32];
+  const u64* all = warp_meets(row, 20 + COUNT);
+  for (int i = 0; i < 32; ++i) rows[i] = static_cast<u32>(all[i]);
+  const int lane = running % 32;
+  for (int block = 0; block < COUNT; ++block)
+    for (int i = 0; i < 2; ++i) {
+      const unsigned short number = parts[block] >> 16 * i & 0xFFFF;
+      std::memcpy(shared_bytes + rows[block * 8 + lane % 4 * 2 + i] + lane / 4 * 2, &number, 2);
+    }
+}
+inline void store_blocks_across(u32 row, u32 a, u32 b, u32 c, u32 d) { store_columns<4>(row, {a, b, c, d}); }
+inline void store_blocks_across(u32 row, u32 a, u32 b) { store_columns<2>(row, {a, b}); }
+inline void store_two(float* to, float a, float b) {
+  to[0] = a;
+  to[1] = b;
 }
 inline void store_four(float* to, float a, float b, float c, float d) {
   to[0] = a;
@@ -448,6 +500,43 @@ inline u32 pack(float low, float high) {
   return narrow<T>(low) | static_cast<u32>(narrow<T>(high)) << 16;
 }
 
+inline float of_half(unsigned short bits) { return wide<Fp16>(bits); }
+
+// FP8 numbers by the definition of their formats.
+template <class Format>
+inline float number_of(unsigned char bits);
+template <>
+inline float number_of<E4m3>(unsigned char bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  float number = exponent == 15 && fraction == 7 ? NAN
+                 : exponent == 0                 ? std::ldexp(fraction, -9)
+                                                 : std::ldexp(8 + fraction, exponent - 10);
+  return bits & 0x80 ? -number : number;
+}
+template <>
+inline float number_of<E5m2>(unsigned char bits) {
+  const int exponent = bits >> 2 & 31, fraction = bits & 3;
+  float number = exponent == 31 ? (fraction ? NAN : INFINITY)
+                 : exponent == 0 ? std::ldexp(fraction, -16)
+                                 : std::ldexp(4 + fraction, exponent - 17);
+  return bits & 0x80 ? -number : number;
+}
+template <class Format>
+inline void widen(u32 four, u32& first, u32& last) {
+  u32 made[4];
+  for (int i = 0; i < 4; ++i) made[i] = narrow<Fp16>(number_of<Format>(four >> 8 * i & 0xFF));
+  first = made[0] | made[1] << 16;
+  last = made[2] | made[3] << 16;
+}
+template <class Format>
+inline void widen_across(u32 four, u32& even, u32& odd) {
+  widen<Format>(__byte_perm(four, 0, 0x3120), even, odd);
+}
+template <class T>
+inline u32 narrow_halves(u32 both) {
+  return pack<T>(wide<Fp16>(both & 0xFFFF), wide<Fp16>(both >> 16));
+}
+
 inline float number_at(const void* list, i64 index, i32 type) {
   if (type == 0) return static_cast<const float*>(list)[index];
   if (type == 3) return static_cast<float>(static_cast<const double*>(list)[index]);
@@ -463,8 +552,14 @@ template <int THREADS>
 inline void threads_sync(int id) {
   named_meet(id, THREADS);
 }
+template <int THREADS>
+inline bool threads_any(int id, bool says) {
+  return named_meet(id, THREADS, says);
+}
 template <int COUNT>
 inline void pin(float (&)[COUNT]) {}
+template <int COUNT>
+inline void pin(u32 (&)[COUNT]) {}
 
 inline u64 operand(u32 address, u32 leading, u32 stride) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(leading >> 4) << 16 |

@@ -27,9 +27,11 @@ from option_bodies import (
 from property_bodies import unseen_keys_change_nothing
 from settings_of_tests import Setting
 
-from treeattn.cuda.build import kernels_in, source_dir
+from treeattn.capabilities import CAPABILITIES
+from treeattn.cuda.build import Fp8Shape, kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
-from treeattn.cuda.launch import CacheMaps, fill, params_of
+from treeattn.cuda.launch import CacheMaps, fill, params_of, scale_at
+from treeattn.driver import UINT8
 from treeattn.kernels import launch as launching
 from treeattn.plan import Step
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="no host compiler")
 
 BUILDS = ["", "-DTREEATTN_CANARY=1"]
 CALLED = "Fp16"
-"""The type of all cases here; the kernels of the other one are left out of the build, which takes half as long."""
+"""The type of all cases here; of the other one there are only those for FP8 caches, which takes half as long."""
 
 
 def built(folder: Path, macro: str) -> Path:
@@ -57,7 +59,7 @@ def built(folder: Path, macro: str) -> Path:
             for path in (*source_dir().iterdir(), *HOST.iterdir()):
                 shutil.copy(path, sources)
             names = [name for source in source_dir().glob("*.cu") for name, shape in kernels_in(source.name).items()
-                     if shape.dtype == CALLED]  # fmt: skip
+                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape)]  # fmt: skip
             listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
             subprocess.run(
                 [str(GXX), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
@@ -80,6 +82,7 @@ def host_map(to: Any, dtype: int, address: int, *numbers: Any) -> None:
     """In place of the driver's encoding: what `copy_box` of tests/cuda_host/ptx.cuh reads."""
     for index, number in enumerate((address, *(number for part in numbers for number in part))):
         to.words[index] = number
+    to.words[12] = 1 if dtype == UINT8 else 2
 
 
 class HostAttention:
@@ -92,7 +95,7 @@ class HostAttention:
         self.params.page_rows = self.maps.rows
 
     def __call__(self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float,
-                 cap: float, sinks: Any, *rest: Any) -> None:  # fmt: skip
+                 cap: float, sinks: Any, k_scale: Any, v_scale: Any) -> None:  # fmt: skip
         config = self.step.config
         assert config is not None
         # Triton's launch has q in place of fresh rows that there are not, and out in place of lse and sinks
@@ -100,7 +103,8 @@ class HostAttention:
         lse = None if lse is out else lse
         sinks = sinks if self.sinks else None
         at = [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, k_tree, v_tree, out, lse, sinks)]
-        fill(memoryview(self.params).cast("B"), self.maps.of(at[1], at[2], k.shape[0]), *at, scale, cap)
+        maps = self.maps.of(at[1], at[2], k.shape[0])
+        fill(memoryview(self.params).cast("B"), maps, *at, scale, cap, scale_at(k_scale), scale_at(v_scale))
         name = variant_of(self.step, config, cap > 0).name.encode()
         address, schedule = ctypes.addressof(self.params), next(SCHEDULES)
         done = self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps, schedule)
@@ -132,10 +136,11 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shaped(q_lens: list[int], prefixes: list[int], heads: tuple[int, int], head_dim: int = 64,
-           nodes: list[int] | None = None, options: Options | None = None, **place: Any) -> Case:  # fmt: skip
+           nodes: list[int] | None = None, options: Options | None = None, dtype: torch.dtype = torch.float16,
+           **place: Any) -> Case:  # fmt: skip
     rng = random.Random(sum(q_lens) + sum(prefixes))
     trees = [draw_tree("recent", count, rng) for count in nodes or q_lens]
-    return build_case(trees, prefixes, q_lens=q_lens, heads=heads, head_dim=head_dim, dtype=torch.float16,
+    return build_case(trees, prefixes, q_lens=q_lens, heads=heads, head_dim=head_dim, dtype=dtype,
                       placement=Placement(**place), options=options, seed=1)  # fmt: skip
 
 
@@ -379,3 +384,45 @@ class LatentSetting(Setting):
 def test_mla_unseen_rows_change_nothing(seed: int) -> None:
     setting = LatentSetting("triton", torch.device("cpu"), (torch.float16,), small=True)
     unseen_keys_change_nothing(setting, {"seed": seed})
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ((torch.float16, E4M3), (torch.bfloat16, E4M3), (torch.bfloat16, E5M2), (torch.float16, E5M2))
+SCALES = ("none", "float", "tensor", "heads")
+
+
+@pytest.fixture
+def on_host_fp8(on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `on_host`, bfloat16 too: what Triton's interpreter cannot do is not asked of it here."""
+    monkeypatch.setitem(CAPABILITIES, "triton", dataclasses.replace(CAPABILITIES["triton"], lacks_on={}))
+
+
+def cached(shape: dict[str, Any], turn: int, options: Options | None = None) -> Case:
+    """A case of a shape with an FP8 cache."""
+    dtype, kv_dtype = KINDS[turn % 4]
+    options = dataclasses.replace(options or Options(), kv_dtype=kv_dtype, scales=SCALES[(turn + turn // 4) % 4])
+    return shaped(**{**shape, "head_dim": 128}, dtype=dtype, options=options)
+
+
+FP8_SHAPES = {
+    **SHAPES,
+    "one-tile-of-72": {"q_lens": [17], "prefixes": [700], "heads": (4, 1), "page_size": 64},
+    "rows-of-40": {"q_lens": [8], "prefixes": [500], "heads": (5, 1), "page_size": 64},
+    "second-consumer-of-one": {"q_lens": [17, 18, 19], "prefixes": [64, 333, 130], "heads": (8, 2), "page_size": 32},
+    "tiles-of-130": {"q_lens": [65], "prefixes": [500], "heads": (4, 1), "page_size": 64},
+    "three-tiles-of-72": {"q_lens": [40], "prefixes": [200], "heads": (5, 1), "page_size": 16},
+    "page-1": {"q_lens": [9, 17], "prefixes": [333, 64], "heads": (4, 1), "page_size": 1},
+    "fresh-of-72": {"q_lens": [17], "prefixes": [333], "heads": (4, 1), "page_size": 64, "tree_kv": "fresh"},
+    "fresh-wide": {"q_lens": [70, 3], "prefixes": [130, 20], "heads": (2, 2), "page_size": 16, "tree_kv": "fresh"},
+    "fresh-alone": {"q_lens": [17, 9, 33], "prefixes": [0, 64, 31], "heads": (8, 2), "page_size": 64, "tree_kv": "fresh"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FP8_SHAPES)
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_shapes(name: str) -> None:
+    first = list(FP8_SHAPES).index(name)
+    for turn in (first, first + 1):
+        case = cached(FP8_SHAPES[name], turn)
+        verdict = check_case(case, "triton", ("plain", "static")[turn % 2])
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
