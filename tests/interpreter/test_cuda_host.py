@@ -426,3 +426,81 @@ def test_fp8_shapes(name: str) -> None:
         case = cached(FP8_SHAPES[name], turn)
         verdict = check_case(case, "triton", ("plain", "static")[turn % 2])
         assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+FP8_OPTION_SHAPES: dict[str, dict[str, Any]] = {
+    **{name: shape for name, shape in OPTION_SHAPES.items() if name != "c2"},
+    "one-tile-of-72": {"q_lens": [17, 5], "prefixes": [333, 64], "heads": (4, 1), "page_size": 64, "table": "block"},
+    "fresh-of-72": {"q_lens": [17, 40], "prefixes": [333, 70], "heads": (4, 2), "page_size": 16, "tree_kv": "fresh"},
+}
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("shape", FP8_OPTION_SHAPES)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_options(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 130)
+    turn = list(OPTIONS).index(name) + list(FP8_OPTION_SHAPES).index(shape)
+    case = cached(FP8_OPTION_SHAPES[shape], turn, OPTIONS[name])
+    verdict = check_case(case, "triton", ("plain", "static")[turn // 2 % 2])
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("tree_kv", ["logical", "fresh"])
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("sm_scale", [-0.11, 0.0, 3.0])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_scales_of_scores(sm_scale: float, turn: int, tree_kv: str) -> None:
+    """With 3, rows jump from key to key: bases move in most tiles."""
+    case = cached({"q_lens": [17], "prefixes": [600], "heads": (4, 1), "page_size": 64, "tree_kv": tree_kv}, turn)
+    case = dataclasses.replace(case, sm_scale=sm_scale)
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_random_cases(seed: int) -> None:
+    dtype, kv_dtype = KINDS[seed % 4]
+    case = random_case(seed, dtype=dtype, head_dim=128, batch=1 + seed % 3, max_prefix=200, num_kv_heads=1,
+                       max_width=(8, 17, 33)[seed % 3], cache="paged", source=("parents", "general")[seed // 4 % 2],
+                       options=Options(kv_dtype=kv_dtype, scales=SCALES[seed % 3]))  # fmt: skip
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+class CachedSetting(HostSetting):
+    """Cases with an FP8 cache that the host can afford."""
+
+    def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
+        asked = pins.pop("options", None) or Options()
+        options = dataclasses.replace(asked, kv_dtype=KINDS[seed % 4][1], scales=SCALES[seed % 3])
+        return super().case(seed, dtype, **{**pins, "head_dim": 128, "options": options})
+
+
+FP8_SETTING = CachedSetting("triton", torch.device("cpu"), (torch.float16, torch.bfloat16), small=True)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_options_together(seed: int) -> None:
+    merged_parts_are_the_whole(FP8_SETTING, seed)
+    general_masks_take_the_callers_positions(FP8_SETTING, seed)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("options", [Options(), Options(window_left=20, sinks=True)], ids=["plain", "window"])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_batch_invariance(options: Options) -> None:
+    rows_do_not_depend_on_the_batch(FP8_SETTING, 1, options)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_unseen_rows_change_nothing(seed: int) -> None:
+    unseen_keys_change_nothing(FP8_SETTING, {"seed": seed})
