@@ -297,7 +297,8 @@ struct Fp8Consumer {
   // Weights to shared memory as numbers of `Number`, their sums by row to `part`; true if a base is far too low.
   template <class Number>
   __device__ __forceinline__ bool weigh(const Scores& scores, float scale, Each& part, u32 to) const {
-    float greatest = 0.f;
+    float greatest[4] = {0.f, 0.f, 0.f, 0.f};  // four chains
+    scale = made_anew(scale);  // products kept for `raise`, or for another turn, would cost one instruction more a score
     const u32 row = to + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
     const float* const base = exchange.base[turn] + lane % 4 * 2;
     u32 held[2];
@@ -309,7 +310,8 @@ struct Fp8Consumer {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         part[2 * j + odd] = weight[odd] + weight[2 + odd];
-        greatest = fmaxf(greatest, part[2 * j + odd]);
+        float& chain = greatest[(2 * j + odd) % 4];
+        chain = fmaxf(chain, part[2 * j + odd]);
       }
       const u32 upper = pack<Number>(weight[0], weight[1]), lower = pack<Number>(weight[2], weight[3]);
       if (j % 2 == 1) {
@@ -321,7 +323,7 @@ struct Fp8Consumer {
         held[1] = lower;
       }
     }
-    return greatest > GROWTH;
+    return fmaxf(fmaxf(greatest[0], greatest[1]), fmaxf(greatest[2], greatest[3])) > GROWTH;
   }
 
   // Of each of this thread's rows the greatest score, or the sum of what `number` gives, over the warp's keys.
@@ -344,6 +346,7 @@ struct Fp8Consumer {
   // Move the bases to the greatest scores, and scale what there is; no product with `out` is on its way. Each warp writes
   // all bases for itself, beside those that others may still read.
   __device__ __forceinline__ void raise(const Scores& scores, float scale, Out& out, Each& sum) {
+    scale = made_anew(scale);  // as in weigh
     tell([&](int j, int odd) { return fmaxf(scores[4 * j + odd] * scale, scores[4 * j + 2 + odd] * scale); }, false);
     __syncwarp();
     sync();
@@ -369,10 +372,11 @@ struct Fp8Consumer {
     __syncwarp();
   }
 
-  // Scores to weights in shared memory that all warps may read. `first`: there is no base yet.
+  // Scores to weights in shared memory that all warps may read, whose sums are to be added to `sum`. `first`: there is no
+  // base yet.
   template <class Number>
-  __device__ __forceinline__ void softmax(const Scores& scores, float scale, Out& out, Each& sum, u32 to, bool first) {
-    Each part;
+  __device__ __forceinline__ void softmax(const Scores& scores, float scale, Out& out, Each& sum, Each& part, u32 to,
+                                          bool first) {
     bool raised = false;
 #pragma unroll 1
     for (bool too_low = first;;) {
@@ -386,6 +390,9 @@ struct Fp8Consumer {
       too_low = threads_any<128>(5 + group, exceeds && !raised);
       if (!too_low) break;
     }
+  }
+
+  static __device__ __forceinline__ void add(Each& sum, const Each& part) {
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) sum[i] += part[i];
   }
@@ -559,9 +566,9 @@ struct Fp8Consumer {
     take_k(k, wait_full(0));
     pin(k);
     release(0);
-    // not behind the next product, though that would wait by itself: ptxas allows no products on their way that read
-    // registers which were made meanwhile
-    finish_v(out);
+    // Not behind the next product, though that waits by itself: ptxas allows no products on their way that read registers
+    // which were made meanwhile. And in a branch, ahead of which the numbers of K are made, under the product with V.
+    if (tile > 0) finish_v(out);
     multiply_k<Fp16>(scores, k);
     const u32 v_slot = wait_full(1);
 #pragma unroll
@@ -575,7 +582,8 @@ struct Fp8Consumer {
       settle(scores, scale, edge);
       scale = 1.f;
     }
-    softmax<Fp16>(scores, scale, out, sum, weights, tile == 0);
+    Each part;
+    softmax<Fp16>(scores, scale, out, sum, part, weights, tile == 0);
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
       pin(v[slab]);
@@ -587,6 +595,7 @@ struct Fp8Consumer {
 #pragma unroll
       for (int slab = 0; slab < SLABS; ++slab) multiply_v<Fp16>(out[slab], v[slab] + 8 * half, weights, half);
     wgmma_commit();
+    add(sum, part);
     place = place.next();
   }
 
@@ -605,7 +614,9 @@ struct Fp8Consumer {
       pin(scores);
     }
     settle(scores, word_of(at, unit, warp / 2) >= 0 ? fresh_scale : cached_scale, true);
-    softmax<T>(scores, 1.f, out, sum, weights, tile == 0);
+    Each part;
+    softmax<T>(scores, 1.f, out, sum, part, weights, tile == 0);
+    add(sum, part);
     multiply_fresh(out, wait_full(1), weights, at, unit, v_factor);
     release(1);
     place = place.next();

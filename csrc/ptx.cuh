@@ -354,6 +354,12 @@ __device__ __forceinline__ u32 narrow_halves<Fp16>(u32 both) {
   return both;
 }
 
+// The same number, which the compiler does not know to be: what is made of it is not kept for elsewhere.
+__device__ __forceinline__ float made_anew(float number) {
+  asm volatile("" : "+f"(number));
+  return number;
+}
+
 // --- warpgroup matrix products --------------------------------------------------------------------------------------
 
 // A warpgroup's registers (accumulators, A) are as its threads left them: before the first product that uses them.

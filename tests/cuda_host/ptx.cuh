@@ -537,6 +537,8 @@ inline u32 narrow_halves(u32 both) {
   return pack<T>(wide<Fp16>(both & 0xFFFF), wide<Fp16>(both >> 16));
 }
 
+inline float made_anew(float number) { return number; }
+
 inline float number_at(const void* list, i64 index, i32 type) {
   if (type == 0) return static_cast<const float*>(list)[index];
   if (type == 3) return static_cast<float>(static_cast<const double*>(list)[index]);
