@@ -12,7 +12,7 @@ template <int CONSUMERS>
 struct Fp8Registers;
 template <>
 struct Fp8Registers<1> {
-  static constexpr int PRODUCER = 40, CONSUMER = 216;  // of two blocks
+  static constexpr int PRODUCER = 32, CONSUMER = 224;  // of two blocks
 };
 template <>
 struct Fp8Registers<2> {

@@ -113,7 +113,7 @@ def test_shared_memory_fits(tmp_path: Path, record_property: Callable[[str, obje
     for name, shape in shapes.items():
         lines.append(f'  std::printf("{name} %zu\\n", sizeof(treeattn::{shape.layout}::Layout));')
     main = tmp_path / "main.cu"
-    main.write_text('#include <cstdio>\n#include "mla_ring.cuh"\nint main() {\n' + "\n".join(lines) + "\n}\n")
+    main.write_text('#include <cstdio>\n#include "fp8_ring.cuh"\n#include "mla_ring.cuh"\nint main() {\n' + "\n".join(lines) + "\n}\n")
     program = tmp_path / "main"
     subprocess.run(
         [str(find_nvcc()), "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-I", str(source_dir()), "-o",
