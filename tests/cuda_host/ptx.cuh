@@ -1,9 +1,9 @@
 // csrc/ptx.cuh for the host: the same functions, each GPU thread a fiber. A block runs until it waits for another.
 //
 // For tests of the kernels' logic without a GPU: indices, phases of barriers, masks, the walk, what is copied when. A
-// copy happens when it is waited for, no earlier; a product happens when it is issued, so that a slot which is given back
-// before its product has ended does not show here (the canary build on a GPU is for that). Operands are read through
-// their descriptors, by the canonical layouts of the PTX manual.
+// copy happens when it is waited for, no earlier; so does a product, of which each warp reads what is in shared memory for
+// itself. (Registers are read when it is issued.) Operands are read through their descriptors, by the canonical layouts of
+// the PTX manual.
 
 #pragma once
 
@@ -51,6 +51,15 @@ struct Copy {
   u32 bytes;
 };
 
+// A product that has been issued: what this thread's part of it is made of.
+struct Pending {
+  void (*perform)(const Pending&);
+  float* d;
+  u64 in_shared, b;
+  float a[2][16];  // of its two rows, from registers
+  int accumulate;
+};
+
 struct Fiber {
   ucontext_t context;
   jmp_buf here;
@@ -58,6 +67,8 @@ struct Fiber {
   bool started = false, done = false;
   u32 waits_at = 0;  // a barrier
   std::vector<Copy> open;
+  std::vector<Pending> products;
+  std::vector<size_t> groups;  // products behind each commit
 };
 
 // Threads that meet: each leaves a value and goes on once all have.
@@ -547,9 +558,22 @@ inline float number_at(const void* list, i64 index, i32 type) {
 }
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+inline void wgmma_commit() {
+  Fiber& own = machine->fibers[running];
+  own.groups.push_back(own.products.size());
+}
 template <int PENDING>
-inline void wgmma_wait() {}
+inline void wgmma_wait() {
+  Fiber& own = machine->fibers[running];
+  if (own.groups.size() > PENDING) {
+    const size_t count = own.groups[own.groups.size() - 1 - PENDING];
+    for (size_t i = 0; i < count; ++i) own.products[i].perform(own.products[i]);
+    own.products.erase(own.products.begin(), own.products.begin() + count);
+    own.groups.erase(own.groups.begin(), own.groups.end() - PENDING);
+    for (size_t& behind : own.groups) behind -= count;
+  }
+  warp_meets(0, 30);
+}
 template <int THREADS>
 inline void threads_sync(int id) {
   named_meet(id, THREADS);
@@ -583,10 +607,11 @@ inline float operand_number(u64 descriptor, int k, int line, bool across) {
 
 typedef float Four __attribute__((vector_size(16)));
 
-// Operands of a product as floats: a warp's 16 rows of A, and B, read once in a turn of the warp.
+// Operands of a product as floats, read once in a turn of a warp: B, and A where it is in shared memory.
 struct Operands {
   u32 turn;
-  const Share* of;
+  u64 in_shared, of;
+  void (*by)(const Pending&);
   float a[16][16];
   Four b[4][16][16];  // by thread of four and block of 8 columns: two numbers of B's row k, for both rows of A
 };
@@ -594,40 +619,50 @@ inline Operands operands;
 
 template <class T, int N, int ACROSS>
 struct Product {
-  static void read(const Share* all) {
-    const Share& mine = all[running % 128];
+  static void read(const Pending& product) {
     Operands& to = operands;
-    if (to.turn == turn && to.of == all) return;
+    if (to.turn == turn && to.of == product.b && to.in_shared == product.in_shared && to.by == perform) return;
     to.turn = turn;
-    to.of = all;
-    for (int i = 0; i < 128; ++i)
-      if (all[i].b != mine.b || all[i].in_shared != mine.in_shared) {
-        std::fprintf(stderr, "threads of a warpgroup name unlike operands\n");
-        std::abort();
-      }
+    to.of = product.b;
+    to.in_shared = product.in_shared;
+    to.by = perform;
     for (int column = 0; column < N; column += 2)
       for (int k = 0; k < 16; ++k) {
-        const float one = operand_number<T>(mine.b, k, column, ACROSS);
-        const float other = operand_number<T>(mine.b, k, column + 1, ACROSS);
+        const float one = operand_number<T>(product.b, k, column, ACROSS);
+        const float other = operand_number<T>(product.b, k, column + 1, ACROSS);
         to.b[column % 8 / 2][column / 8][k] = Four{one, other, one, other};
       }
-    const int warp = running % 128 / 32;
+    if (product.in_shared == 0) return;
     for (int row = 0; row < 16; ++row)
       for (int k = 0; k < 16; ++k)
-        to.a[row][k] = mine.in_shared != 0 ? operand_number<T>(mine.in_shared, k, warp * 16 + row, false)
-                                           : all[warp * 32 + row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2][k % 2];
+        to.a[row][k] = operand_number<T>(product.in_shared, k, running % 128 / 32 * 16 + row, false);
   }
-  static void add(float (&d)[N / 2], const Share& share, u32 what, int accumulate) {
-    read(machine->warpgroups[running / 128].meet(running % 128, share, what));
-    const float *upper = operands.a[running % 32 / 4], *lower = operands.a[running % 32 / 4 + 8];
+  static void perform(const Pending& product) {
+    read(product);
+    const int row = running % 32 / 4;
+    const float* upper = product.in_shared != 0 ? operands.a[row] : product.a[0];
+    const float* lower = product.in_shared != 0 ? operands.a[row + 8] : product.a[1];
     Four a[16];
     for (int k = 0; k < 16; ++k) a[k] = Four{upper[k], upper[k], lower[k], lower[k]};
     for (int block = 0; block < N / 8; ++block) {
       Four sum = {};
-      if (accumulate) std::memcpy(&sum, d + 4 * block, sizeof(sum));
+      if (product.accumulate) std::memcpy(&sum, product.d + 4 * block, sizeof(sum));
       for (int k = 0; k < 16; ++k) sum += a[k] * operands.b[running % 4][block][k];
-      std::memcpy(d + 4 * block, &sum, sizeof(sum));
+      std::memcpy(product.d + 4 * block, &sum, sizeof(sum));
     }
+  }
+  static void add(float (&d)[N / 2], const Share& share, u32 what, int accumulate) {
+    const Share* all = machine->warpgroups[running / 128].meet(running % 128, share, what);
+    for (int i = 0; i < 128; ++i)
+      if (all[i].b != share.b || all[i].in_shared != share.in_shared) {
+        std::fprintf(stderr, "threads of a warpgroup name unlike operands\n");
+        std::abort();
+      }
+    Pending product = {perform, d, share.in_shared, share.b, {}, accumulate};
+    const int warp = running % 128 / 32, row = running % 32 / 4;
+    for (int half = 0; half < 2; ++half)
+      for (int k = 0; k < 16; ++k) product.a[half][k] = all[warp * 32 + row * 4 + k % 8 / 2].a[half + k / 8 * 2][k % 2];
+    machine->fibers[running].products.push_back(product);
   }
   static void run(float (&d)[N / 2], const u32* mine, u64 b, int accumulate) {
     Share share = {{}, 0, b};

@@ -1,6 +1,6 @@
 """The CUDA kernels on the host, thread by thread (tests/cuda_host), with Triton's plan and merge in the interpreter.
 
-What this cannot show: registers, asynchronous products, races, and what the PTX of `csrc/ptx.cuh` does on a chip.
+What this cannot show: registers, most races, and what the PTX of `csrc/ptx.cuh` does on a chip.
 """
 
 from __future__ import annotations
@@ -414,7 +414,8 @@ FP8_SHAPES = {
     "page-1": {"q_lens": [9, 17], "prefixes": [333, 64], "heads": (4, 1), "page_size": 1},
     "fresh-of-72": {"q_lens": [17], "prefixes": [333], "heads": (4, 1), "page_size": 64, "tree_kv": "fresh"},
     "fresh-wide": {"q_lens": [70, 3], "prefixes": [130, 20], "heads": (2, 2), "page_size": 16, "tree_kv": "fresh"},
-    "fresh-alone": {"q_lens": [17, 9, 33], "prefixes": [0, 64, 31], "heads": (8, 2), "page_size": 64, "tree_kv": "fresh"},
+    "fresh-alone": {"q_lens": [17, 9, 33], "prefixes": [0, 64, 31], "heads": (8, 2), "page_size": 64,
+                    "tree_kv": "fresh"},
 }  # fmt: skip
 
 

@@ -240,8 +240,10 @@ def fill(
     k_scale: tuple[int, float] = NO_SCALE,
     v_scale: tuple[int, float] = NO_SCALE,
 ) -> None:
-    """Write the maps, the addresses (0 for what there is not), the scale (times log2(e)), the cap of a call, and the
-    scales of an FP8 cache, each an address or a number."""
+    """Write the maps, the addresses (0 for what there is not), the scale (times log2(e)) and the cap of a call.
+
+    `k_scale` and `v_scale` of an FP8 cache are addresses, or 0 and a number.
+    """
     params[: len(maps)] = maps
     ADDRESSES.pack_into(params, ADDRESSES_AT, q, k, v, k_tree, v_tree, out, lse, sinks, k_scale[0], v_scale[0])
     # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
