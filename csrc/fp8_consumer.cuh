@@ -436,16 +436,15 @@ struct Fp8Consumer {
 
   // A tile with fresh keys: out of the caches is multiplied by their scale, `v_factor`, before the first of those.
   __device__ __forceinline__ void multiply_fresh(Out& out, u32 slot, u32 weights, const Cursor& at, i32 unit,
-                                                 float& v_factor) const {
+                                                 const u32 (&seen)[WORDS], float& v_factor) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const i32 word = word_of(at, unit, half);
-      const u32 seen = seen_by_some(half);
       u32 v[SLABS][8];
 #pragma unroll
       for (int slab = 0; slab < SLABS; ++slab) {
         if (word >= 0) {
-          take_fresh_v(v[slab], slab, at, word, seen);
+          take_fresh_v(v[slab], slab, at, word, seen[half]);
         } else {
           take_v(v[slab], slot, slab, half);
 #pragma unroll
@@ -605,6 +604,8 @@ struct Fp8Consumer {
     const i32 unit = at.edge_begin + (tile - full) * WORDS;
     const u32 weights = shared_address(memory.weights[group][tile % 2]);
     share_words(at, unit);
+    // now: when weights are multiplied, other warps may be at the next tile's words
+    const u32 seen[WORDS] = {seen_by_some(0), seen_by_some(1)};
     {
       u32 k[4 * K_STEPS];
       take_fresh_k(k, wait_full(0), at, unit);
@@ -617,7 +618,7 @@ struct Fp8Consumer {
     Each part;
     softmax<T>(scores, 1.f, out, sum, part, weights, tile == 0);
     add(sum, part);
-    multiply_fresh(out, wait_full(1), weights, at, unit, v_factor);
+    multiply_fresh(out, wait_full(1), weights, at, unit, seen, v_factor);
     release(1);
     place = place.next();
   }

@@ -69,6 +69,7 @@ struct Fiber {
   std::vector<Copy> open;
   std::vector<Pending> products;
   std::vector<size_t> groups;  // products behind each commit
+  size_t issued = 0;           // products so far
 };
 
 // Threads that meet: each leaves a value and goes on once all have.
@@ -97,7 +98,8 @@ struct Named {
 struct Machine {
   Fiber fibers[MOST_THREADS];
   Meeting<32, u64> warps[MOST_THREADS / 32];
-  Meeting<128, Share> warpgroups[MOST_THREADS / 128];
+  Meeting<32, Share> shares[MOST_THREADS / 32];
+  std::vector<Share> issued[MOST_THREADS / 128];  // products of a warpgroup, in order
   Named named[17];  // the last is of __syncthreads
   std::vector<unsigned char> memory;
   u32 block, round = 0, sloth[MOST_THREADS / 32] = {};
@@ -652,16 +654,20 @@ struct Product {
     }
   }
   static void add(float (&d)[N / 2], const Share& share, u32 what, int accumulate) {
-    const Share* all = machine->warpgroups[running / 128].meet(running % 128, share, what);
-    for (int i = 0; i < 128; ++i)
-      if (all[i].b != share.b || all[i].in_shared != share.in_shared) {
-        std::fprintf(stderr, "threads of a warpgroup name unlike operands\n");
-        std::abort();
-      }
+    // warps of a warpgroup issue the same products, but need not be at the same one
+    std::vector<Share>& issued = machine->issued[running / 128];
+    const size_t mine = machine->fibers[running].issued++;
+    if (issued.size() == mine) issued.push_back(share);
+    const Share first = issued[mine];
+    const Share* all = machine->shares[running / 32].meet(running % 32, share, what);
+    if (share.b != first.b || share.in_shared != first.in_shared) {
+      std::fprintf(stderr, "threads of a warpgroup name unlike operands\n");
+      std::abort();
+    }
     Pending product = {perform, d, share.in_shared, share.b, {}, accumulate};
-    const int warp = running % 128 / 32, row = running % 32 / 4;
+    const int row = running % 32 / 4;
     for (int half = 0; half < 2; ++half)
-      for (int k = 0; k < 16; ++k) product.a[half][k] = all[warp * 32 + row * 4 + k % 8 / 2].a[half + k / 8 * 2][k % 2];
+      for (int k = 0; k < 16; ++k) product.a[half][k] = all[row * 4 + k % 8 / 2].a[half + k / 8 * 2][k % 2];
     machine->fibers[running].products.push_back(product);
   }
   static void run(float (&d)[N / 2], const u32* mine, u64 b, int accumulate) {
