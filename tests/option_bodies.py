@@ -96,7 +96,8 @@ def merged_parts_are_the_whole(setting: Setting, seed: int) -> None:
     case = setting.case(seed, dtype, batch=3, options=options)
     states = []
     for part in ("prefix", "tree"):
-        result = run_plain(dataclasses.replace(case, options=dataclasses.replace(case.options, part=part)), setting.backend)
+        alone = dataclasses.replace(case, options=dataclasses.replace(case.options, part=part))
+        result = run_plain(alone, setting.backend)
         states += [result.out, result.lse]
     out, lse = treeattn.merge(*states)
     verdict = judge(case, out, lse)
