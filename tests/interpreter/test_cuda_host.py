@@ -505,3 +505,27 @@ def test_fp8_batch_invariance(options: Options) -> None:
 @pytest.mark.usefixtures("on_host_fp8")
 def test_fp8_unseen_rows_change_nothing(seed: int) -> None:
     unseen_keys_change_nothing(FP8_SETTING, {"seed": seed})
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("power", [-40, 30])
+@pytest.mark.parametrize("tree_kv", ["logical", "fresh"])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_queries_of_any_size(power: int, tree_kv: str) -> None:
+    """bf16 queries are multiplied as float16, whose range is smaller."""
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": (4, 1), "page_size": 64, "tree_kv": tree_kv}, 1)
+    scaled = dataclasses.replace(case, q=case.q * 2.0**power, sm_scale=0.09 * 2.0**-power)
+    verdict = check_case(scaled, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("what", ["k", "v"])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_beside_fresh_numbers_that_float16_has_not(what: str) -> None:
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": (4, 1), "page_size": 64, "tree_kv": "fresh"}, 1)
+    (content,) = case.content_k if what == "k" else case.content_v
+    large = content.clone()
+    large[300:] *= 2.0**20
+    verdict = check_case(dataclasses.replace(case.with_content(**{what: (large,)}), sm_scale=1e-6), "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
