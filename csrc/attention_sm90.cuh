@@ -18,6 +18,7 @@
 
 #pragma once
 
+#include "block.cuh"
 #include "consumer.cuh"
 #include "producer.cuh"
 
@@ -50,34 +51,9 @@ struct Registers<2, 256> {
 template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS>
 __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   static_assert(KEYS % 64 == 0 && HEAD_DIM % 64 == 0, "tiles are whole panels");
-  using Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>;
-  using Memory = typename Memories::Layout;
-  extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  Memory& memory = *reinterpret_cast<Memory*>(shared_bytes);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = uniform(warp / 4);
-  Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> producer(p, memory);
-
-  if (uniform(warp) == 4 * CONSUMERS) producer.begin();  // the way to the first keys is the longest, and starts here
-  if (uniform(warp) == 0) {
-    if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
-    for (u32 barrier = lane; barrier < Memories::BARRIERS; barrier += 32)
-      barrier_init(shared_address(memory.full) + 8 * barrier, Memories::arrivals(barrier));
-    fence_async_proxy();
-    if (lane == 0 && p.page_rows != 0) {
-      prefetch(p.k_map);
-      prefetch(p.v_map);
-    }
-  }
-  __syncthreads();
-
-  if (group == CONSUMERS) {
-    give_registers<Registers<CONSUMERS, HEAD_DIM>::PRODUCER>();
-    producer.run();
-  } else {
-    take_registers<Registers<CONSUMERS, HEAD_DIM>::CONSUMER>();
-    Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> consumer(p, memory, group, lane);
-    consumer.run();
-  }
+  run_block<Registers<CONSUMERS, HEAD_DIM>, Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>, CONSUMERS,
+            Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS>,
+            Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS>>(p);
 }
 
 }  // namespace treeattn

@@ -195,15 +195,10 @@ struct Consumer {
       }
   }
 
-  // Scores to capped ones, in base 2. The tangent has float32's precision, near 0 too (as in treeattn/kernels/tiles.py).
+  // Scores to capped ones, in base 2.
   __device__ __forceinline__ void cap(float (&scores)[KEYS / 2]) const {
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) {
-      const float x = scores[i] * p.cap_in, square = x * x;
-      const float near = x * (1.f + square * (-0.33333334f + square * (0.13333334f + square * -0.05396825f)));
-      const float far = 1.f - 2.f * reciprocal_approx(exp2_approx(x * 2.885390081777927f) + 1.f);
-      scores[i] = (square < 0.04f ? near : far) * p.cap_out;
-    }
+    for (int i = 0; i < KEYS / 2; ++i) scores[i] = soft_capped(scores[i] * p.cap_in) * p.cap_out;
   }
 
   // A score exceeds its row's base by far: move the bases of this warp's rows to their maxima, and scale what there is.

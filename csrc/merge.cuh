@@ -30,9 +30,17 @@ __device__ __forceinline__ void add_sink(const AttentionParams& p, float& invers
   if (p.sinks_in_lse != 0 && lse > -infinity()) lse = all;
 }
 
-template <class T, int HEAD_DIM, int CONSUMERS, class Memory>
+// The hyperbolic tangent, with float32's precision near 0 too (as in treeattn/kernels/tiles.py).
+__device__ __forceinline__ float soft_capped(float x) {
+  const float square = x * x;
+  const float near = x * (1.f + square * (-0.33333334f + square * (0.13333334f + square * -0.05396825f)));
+  const float far = 1.f - 2.f * reciprocal_approx(exp2_approx(x * 2.885390081777927f) + 1.f);
+  return square < 0.04f ? near : far;
+}
+
+template <class T, int HEAD_DIM, int CONSUMERS, class Memory, int CONSUMER_ROWS = 64>
 struct Merge {
-  static constexpr int THREADS = 128 * CONSUMERS, TILE_ROWS = 64 * CONSUMERS;
+  static constexpr int THREADS = 128 * CONSUMERS, TILE_ROWS = CONSUMER_ROWS * CONSUMERS;
   static constexpr int ROW_LANES = HEAD_DIM / 4;  // threads that read a row, four numbers each
   static constexpr int READERS = THREADS / ROW_LANES;
   static constexpr int IN_FLIGHT = 18;  // loads of four numbers; 8 items on 132 blocks have 17 parts

@@ -27,6 +27,8 @@ struct AttentionParams {
   void* out;            // [total_q, num_qo_heads, head_dim]
   float* lse;           // [total_q, num_qo_heads], natural log; null: not asked for
   const void* sinks;    // [num_qo_heads], of the type that sinks_type says; null: none
+  const float* k_scales;  // of an FP8 cache, 1 or [kv_heads]; null: k_scale holds
+  const float* v_scales;  // the same of V
   float* partial_out;   // [slots, tile rows, head_dim], two slots a program, or one for each split
   float* partial_lse;   // [slots, tile rows], base 2
   const i32* work;      // [num_programs, 16], the plan: see treeattn/kernels/plan.py
@@ -52,6 +54,8 @@ struct AttentionParams {
   u32 q_sign;      // xor'ed to pairs of q: the sign bits where sm_scale is negative, else 0
   float cap_in;    // |sm_scale| / logits_soft_cap: what a product is multiplied by for its tanh
   float cap_out;   // logits_soft_cap * log2(e): and its tanh
+  float k_scale;   // what a number of an FP8 cache stands for, without k_scales
+  float v_scale;
   i32 total_q;     // rows of q: what a replayed graph may touch, whatever the layout claims
   i32 num_words;   // 32-bit words of a row's mask
   i32 group;       // query heads of a KV head
@@ -70,6 +74,8 @@ struct AttentionParams {
   i32 split;       // units of a split in batch-invariant mode, in which the plan counts splits; else 0
   i32 sinks_type;  // 0: float32, 1: float16, 2: bfloat16, 3: float64
   i32 sinks_in_lse; // 1: the lse counts them
+  i32 stride_k_scale; // from a KV head to the next
+  i32 stride_v_scale;
   i32 page_rows;   // slots of a page that a tensor map's box holds, 8 to 64; 0: the cache is copied without tensor maps
 };
 

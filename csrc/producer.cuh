@@ -21,9 +21,13 @@ struct KeyAddress {
   u64 k, v;
 };
 
-template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS>
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS,
+          class Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>>
 struct Producer {
-  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
+  using Memory = typename Memories::Layout;
+  static constexpr int NUMBER = Memories::NUMBER;        // bytes of a cached one
+  static constexpr int ROW_BYTES = HEAD_DIM * NUMBER;    // of a key
+  static constexpr int TILE_ROWS = Memories::ROWS * CONSUMERS;
   static constexpr int WARP_KEYS = KEYS / 4;
   static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
   static constexpr u32 EDGE_WARPS = 2;
@@ -53,7 +57,7 @@ struct Producer {
   template <u32 WARPS>
   __device__ __forceinline__ void spoil(u32 to, u32 index) {
 #if TREEATTN_CANARY
-    for (u32 at = (index * 32 + lane) * 16; at < KEYS * HEAD_DIM * 2; at += WARPS * 32 * 16)
+    for (u32 at = (index * 32 + lane) * 16; at < Memories::HALF_BYTES; at += WARPS * 32 * 16)
       store_shared_16(to + at, ~0u, ~0u, ~0u, ~0u);
     if constexpr (WARPS > 1) threads_sync<32 * WARPS>(WARPS);  // the consumers' barriers are 5 and on
     fence_async_proxy();
@@ -72,7 +76,7 @@ struct Producer {
     find_thread();
     spoil<WARPS>(begin, index);
     constexpr u32 ROWS = KEYS / WARPS;
-    copy_rows<HEAD_DIM, ROWS>(copy_place<HEAD_DIM>(begin, KEYS, index * ROWS, lane), address, lane);
+    copy_rows<ROW_BYTES / 2, ROWS>(copy_place<ROW_BYTES / 2>(begin, KEYS, index * ROWS, lane), address, lane);
     const u32 barrier = shared_address(&memory.full[place.stage()][half]);
     copy_async_arrive(barrier);
     find_thread();
@@ -129,7 +133,7 @@ struct Producer {
     const u32 within = position - page_of(position) * p.page_size;
     const i64 k = page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head;
     const i64 v = page * p.stride_v_page + within * p.stride_v_slot + kv_head * p.stride_v_head;
-    return {reinterpret_cast<u64>(p.k) + 2 * k, reinterpret_cast<u64>(p.v) + 2 * v};
+    return {reinterpret_cast<u64>(p.k) + NUMBER * k, reinterpret_cast<u64>(p.v) + NUMBER * v};
   }
 
   // The same of a key of an edge unit.
@@ -155,6 +159,7 @@ struct Producer {
     KeyAddress address = {reinterpret_cast<u64>(p.k) | 1, reinterpret_cast<u64>(p.v) | 1};
     if (!valid) return address;
     if (in_tree && p.k_tree != nullptr) {
+      if (NUMBER != 2) return address;  // a fresh row has other numbers than the ring: the consumers read it themselves
       const i64 row = at.first_row + node;
       address.k = reinterpret_cast<u64>(p.k_tree) + 2 * (row * p.stride_k_tree_row + at.kv_head * p.stride_k_tree_head);
       address.v = reinterpret_cast<u64>(p.v_tree) + 2 * (row * p.stride_v_tree_row + at.kv_head * p.stride_v_tree_head);
@@ -201,12 +206,12 @@ struct Producer {
         const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage()][half]);
         spoil<1>(to, 0);
         if (lane == 0) {
-          barrier_expect(barrier, KEYS * HEAD_DIM * 2);
+          barrier_expect(barrier, Memories::HALF_BYTES);
           barrier_arrive(barrier, PRODUCER_ARRIVALS - 1);
         }
         __syncwarp();
-        if (panel < HEAD_DIM / 64)
-          copy_box(to + panel * (KEYS * 128) + box * rows * 128, half == 0 ? p.k_map : p.v_map, panel * 64, within, head,
+        if (panel < ROW_BYTES / 128)
+          copy_box(to + panel * (KEYS * 128) + box * rows * 128, half == 0 ? p.k_map : p.v_map, panel * (128 / NUMBER), within, head,
                    page, barrier);
       }
       place = place.next();
@@ -231,13 +236,15 @@ struct Producer {
     }
   }
 
-  // Q of the item, 32 rows a warp at a time; rows that are not there are 0.
+  // Q of the item, up to 32 rows a warp at a time; rows that are not there are 0.
   __device__ __forceinline__ void copy_q(const Cursor& at) {
+    constexpr u32 AT_ONCE = Memories::ROWS % 32 == 0 ? 32 : 8;
     barrier_wait(shared_address(&memory.q_empty), place.q_phase());
 #pragma unroll 1
-    for (u32 begin = (warp - 1) * 32; begin < 64 * CONSUMERS; begin += Q_ARRIVALS)
-      copy_rows<HEAD_DIM, 32>(copy_place<HEAD_DIM>(shared_address(memory.q[begin / 64]), 64, begin % 64, lane),
-                              q_row(p, at, begin + lane), lane);
+    for (u32 begin = (warp - 1) * AT_ONCE; begin < TILE_ROWS; begin += 3 * AT_ONCE)
+      copy_rows<HEAD_DIM, AT_ONCE>(
+          copy_place<HEAD_DIM>(shared_address(memory.q[begin / Memories::ROWS]), Memories::ROWS, begin % Memories::ROWS, lane),
+          q_row(p, at, begin + lane % AT_ONCE), lane);
     copy_async_arrive(shared_address(&memory.q_full));
   }
 
@@ -310,7 +317,7 @@ struct Producer {
 
   // Find the first item at or behind the walk, and where its first pages are.
   __device__ __forceinline__ void find() {
-    if (lane == 0) cursor_find<KEYS, 64 * CONSUMERS>(memory.walk, p);
+    if (lane == 0) cursor_find<KEYS, TILE_ROWS>(memory.walk, p);
     __syncwarp();
     if (memory.walk.tiles != 0) find_boxes(memory.walk, 0);
   }
@@ -377,7 +384,7 @@ struct Producer {
         if (lane == 0) {
           // a cut item is merged behind the last one, when the other blocks are about as far
           if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
-          cursor_advance<64 * CONSUMERS>(memory.walk, p);
+          cursor_advance<TILE_ROWS>(memory.walk, p);
         }
         find();
       }

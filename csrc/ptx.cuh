@@ -16,6 +16,8 @@ namespace treeattn {
 
 struct Bf16 {};
 struct Fp16 {};
+struct E4m3 {};
+struct E5m2 {};
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -135,6 +137,14 @@ __device__ __forceinline__ void load_blocks(u32* to, u32 row) {
                : "memory");
 }
 
+// The same of columns: lane l gets of each block column l / 4, rows 2 (l % 4) and the next.
+__device__ __forceinline__ void load_blocks_across(u32 (&to)[4], u32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row)
+               : "memory");
+}
+
 // The other way: four 8 x 8 blocks to shared memory.
 __device__ __forceinline__ void store_blocks(u32 row, const u32 (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]), "r"(from[1]),
@@ -142,9 +152,25 @@ __device__ __forceinline__ void store_blocks(u32 row, const u32 (&from)[4]) {
                : "memory");
 }
 
+// The same, where a lane has parts of columns: of each block column l / 4, rows 2 (l % 4) and the next.
+__device__ __forceinline__ void store_blocks_across(u32 row, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+// Two blocks, whose rows lanes 0 to 15 name.
+__device__ __forceinline__ void store_blocks_across(u32 row, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b) : "memory");
+}
+
 // 16 bytes to global memory.
 __device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_two(float* to, float a, float b) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
 }
 
 // None of this thread's copies is on its way.
@@ -288,6 +314,52 @@ __device__ __forceinline__ u32 pack<Fp16>(float low, float high) {
   return both;
 }
 
+// Four FP8 numbers as float16, which they are: the first two, and the last two.
+template <class Format>
+__device__ __forceinline__ void widen(u32 four, u32& first, u32& last);
+
+template <>
+__device__ __forceinline__ void widen<E4m3>(u32 four, u32& first, u32& last) {
+  asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\t"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n\tcvt.rn.f16x2.e4m3x2 %1, high;\n\t}"
+      : "=r"(first), "=r"(last)
+      : "r"(four));
+}
+
+template <>
+__device__ __forceinline__ void widen<E5m2>(u32 four, u32& first, u32& last) {
+  first = __byte_perm(four, 0, 0x1404);
+  last = __byte_perm(four, 0, 0x3424);
+}
+
+// The same: the first and the third, and the second and the fourth.
+template <class Format>
+__device__ __forceinline__ void widen_across(u32 four, u32& even, u32& odd) {
+  widen<Format>(__byte_perm(four, 0, 0x3120), even, odd);
+}
+
+template <>
+__device__ __forceinline__ void widen_across<E5m2>(u32 four, u32& even, u32& odd) {
+  even = __byte_perm(four, 0, 0x2404);
+  odd = __byte_perm(four, 0, 0x3414);
+}
+
+// Two float16 as numbers of T, in place of each other.
+template <class T>
+__device__ __forceinline__ u32 narrow_halves(u32 both) {
+  return pack<T>(of_half(both & 0xFFFF), of_half(both >> 16));
+}
+template <>
+__device__ __forceinline__ u32 narrow_halves<Fp16>(u32 both) {
+  return both;
+}
+
+// The same number, which the compiler does not know to be: what is made of it is not kept for elsewhere.
+__device__ __forceinline__ float made_anew(float number) {
+  asm volatile("" : "+f"(number));
+  return number;
+}
+
 // --- warpgroup matrix products --------------------------------------------------------------------------------------
 
 // A warpgroup's registers (accumulators, A) are as its threads left them: before the first product that uses them.
@@ -325,6 +397,13 @@ template <int COUNT>
 __device__ __forceinline__ void pin(float (&values)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+// Nor make registers that a product reads behind this, where products are on their way.
+template <int COUNT>
+__device__ __forceinline__ void pin(u32 (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
 // Shared memory operand of a product in the 128-byte swizzle. The tile begins at a multiple of 1024 bytes; `stride` is
@@ -421,6 +500,41 @@ struct Product;
 TREEATTN_PRODUCT(Bf16, "bf16")
 TREEATTN_PRODUCT(Fp16, "f16")
 #undef TREEATTN_PRODUCT
+
+#define TREEATTN_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+
+// Where rows of queries are the columns of a product: as many as there are, in eights.
+#define TREEATTN_PRODUCT(TYPE, NAME)                                                                               \
+  template <int ACROSS>                                                                                            \
+  struct Product<TYPE, 40, ACROSS> {                                                                               \
+    static __device__ __forceinline__ void run(float (&d)[20], const u32* a, u64 b, int accumulate) {              \
+      asm volatile(                                                                                                \
+          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %25, 0;\n\t"                                                       \
+          "wgmma.mma_async.sync.aligned.m64n40k16.f32." NAME "." NAME                                              \
+          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19},"           \
+          " {%20, %21, %22, %23}, %24, p, 1, 1, %26;\n\t}"                                                         \
+          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F4(d, 16)                                               \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));                     \
+    }                                                                                                              \
+  };                                                                                                               \
+  template <int ACROSS>                                                                                            \
+  struct Product<TYPE, 72, ACROSS> {                                                                               \
+    static __device__ __forceinline__ void run(float (&d)[36], const u32* a, u64 b, int accumulate) {              \
+      asm volatile(                                                                                                \
+          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %41, 0;\n\t"                                                       \
+          "wgmma.mma_async.sync.aligned.m64n72k16.f32." NAME "." NAME                                              \
+          " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+          "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35}, {%36, %37, %38, %39}, %40,"      \
+          " p, 1, 1, %42;\n\t}"                                                                                    \
+          : TREEATTN_F8(d, 0), TREEATTN_F8(d, 8), TREEATTN_F8(d, 16), TREEATTN_F8(d, 24), TREEATTN_F4(d, 32)       \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(ACROSS));                     \
+    }                                                                                                              \
+  };
+
+TREEATTN_PRODUCT(Bf16, "bf16")
+TREEATTN_PRODUCT(Fp16, "f16")
+#undef TREEATTN_PRODUCT
+#undef TREEATTN_F4
 #undef TREEATTN_F8
 
 }  // namespace treeattn

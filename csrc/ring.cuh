@@ -21,15 +21,17 @@ constexpr u32 PANEL_COLUMNS = 64;
 constexpr int OPTION_WINDOW = 1, OPTION_CAP = 2;  // of a kernel, added up; what others cost is outside its loop
 constexpr u32 ATOM_BYTES = 1024;  // 8 rows of a panel, the period of the swizzle
 
-template <int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS>
+// CACHED_BYTES: of a number of the caches; CONSUMER_ROWS: of a consumer's Q.
+template <int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int CACHED_BYTES = 2, int CONSUMER_ROWS = 64>
 struct Shared {
-  static constexpr u32 PANEL_BYTES = KEYS * PANEL_COLUMNS * 2;
-  static constexpr u32 HALF_BYTES = KEYS * HEAD_DIM * 2;
-  static constexpr u32 Q_BYTES = 64 * HEAD_DIM * 2;  // of a consumer
+  static constexpr int NUMBER = CACHED_BYTES, ROWS = CONSUMER_ROWS;
+  static constexpr u32 PANEL_BYTES = KEYS * 128;
+  static constexpr u32 HALF_BYTES = KEYS * HEAD_DIM * NUMBER;
+  static constexpr u32 Q_BYTES = ROWS * HEAD_DIM * 2;  // of a consumer
 
   struct alignas(ATOM_BYTES) Layout {
     unsigned char stages[STAGES][2][HALF_BYTES];  // K, V
-    unsigned char q[CONSUMERS][Q_BYTES];           // of the item, panels of 64 rows, as K
+    unsigned char q[CONSUMERS][Q_BYTES];           // of the item, panels of all its rows, as K
     u64 full[STAGES][2];   // complete when all rows are there
     u64 empty[STAGES][2];  // each consumer warp arrives when it has read it
     u64 q_full, q_empty;

@@ -96,7 +96,8 @@ def merged_parts_are_the_whole(setting: Setting, seed: int) -> None:
     case = setting.case(seed, dtype, batch=3, options=options)
     states = []
     for part in ("prefix", "tree"):
-        result = run_plain(dataclasses.replace(case, options=dataclasses.replace(options, part=part)), setting.backend)
+        alone = dataclasses.replace(case, options=dataclasses.replace(case.options, part=part))
+        result = run_plain(alone, setting.backend)
         states += [result.out, result.lse]
     out, lse = treeattn.merge(*states)
     verdict = judge(case, out, lse)
@@ -104,7 +105,7 @@ def merged_parts_are_the_whole(setting: Setting, seed: int) -> None:
     sinks = torch.randn(case.num_qo_heads, generator=torch.Generator().manual_seed(seed))
     for in_lse in (False, True):
         wanted = dataclasses.replace(
-            case, sinks=sinks, options=dataclasses.replace(options, sinks=True, sinks_in_lse=in_lse)
+            case, sinks=sinks, options=dataclasses.replace(case.options, sinks=True, sinks_in_lse=in_lse)
         )
         out, lse = treeattn.merge(*states, sinks=sinks, sinks_in_lse=in_lse)
         verdict = judge(wanted, out, lse, truth(wanted))

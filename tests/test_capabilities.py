@@ -99,7 +99,7 @@ def test_plan_and_call_refuse_before_anything_is_written(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_the_hopper_kernels_lack_triton_has(name: str) -> None:
-    lacks = name in ("fp8_e4m3", "fp8_e5m2", "unlike_dims", "shared_kv")  # of these dims
+    lacks = name in ("fp8_e4m3", "fp8_e5m2", "unlike_dims", "shared_kv")  # of these dims, 64
     text = refusal("cuda", "cuda", asked(name))
     assert (text is not None) == lacks
     assert text is None or text.endswith("backend='triton' can")
@@ -113,6 +113,16 @@ def test_head_dims_of_the_hopper_kernels() -> None:
     assert text.endswith("it covers head_dim 64, 128 or 256, got 192; backend='triton' can")
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_caches_of_the_hopper_kernels(kv_dtype: torch.dtype) -> None:
+    more = {"fresh_tree": True, "window_left": 7, "part": "prefix", "batch_invariant": True}
+    wide = Geometry.of(4, 2, 128, kv_dtype=kv_dtype, **more)
+    assert refusal("cuda", "cuda", Asked(wide, windowed_cache=True, logits_soft_cap=3.0, sinks=True)) is None
+    narrow = Asked(Geometry.of(4, 2, 64, kv_dtype=kv_dtype))
+    text = "with an FP8 cache it covers head_dim 128, got 64; backend='triton' can"
+    assert str(refusal("cuda", "cuda", narrow)).endswith(text)
+
+
 def test_mla_of_the_hopper_kernels() -> None:
     def words(head_dim: int, head_dim_v: int, **more: Any) -> str | None:
         geometry = Geometry.of(8, 1, head_dim, head_dim_v=head_dim_v, shared_kv=True, **more)
@@ -124,7 +134,8 @@ def test_mla_of_the_hopper_kernels() -> None:
     assert "head_dim 576 and head_dim_v 512, got 128 and 128" in str(words(128, 128))
     text = "backend 'cuda' cannot do this: it has shared_kv and window_left 7 apart only; backend='triton' can"
     assert words(576, 512, window_left=7) == text
-    assert "FP8" in str(words(576, 512, kv_dtype=torch.float8_e4m3fn))
+    text = "it has shared_kv and kv_dtype torch.float8_e4m3fn apart only; backend='triton' can"
+    assert str(words(576, 512, kv_dtype=torch.float8_e4m3fn)).endswith(text)
     capped = Asked(Geometry.of(8, 1, 576, head_dim_v=512, shared_kv=True), logits_soft_cap=3.0)
     assert "shared_kv and logits_soft_cap 3.0 apart only; backend='triton' can" in str(refusal("cuda", "cuda", capped))
     assert "it covers head_dim 64, 128 or 256, got 576" in str(refusal("cuda", "cuda", Asked(Geometry.of(8, 1, 576))))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .geometry import Geometry
+from .geometry import FP8_DTYPES, Geometry
 
 _HALVES_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -121,6 +121,8 @@ class Capabilities:
         Largest head_dim and head_dim_v with ``shared_kv``, where they differ from `max_head_dim`.
     shared_dims : tuple of int or None
         head_dim and head_dim_v with ``shared_kv``, where it covers one pair.
+    fp8_dims : tuple of int or None
+        The head dims that it covers with an FP8 cache, where these are fewer.
     options : frozenset of str
         Keys of :data:`OPTIONS`.
     not_together : tuple of (str, str)
@@ -137,6 +139,7 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     max_shared_dims: tuple[int, int] | None = None
     shared_dims: tuple[int, int] | None = None
+    fp8_dims: tuple[int, ...] | None = None
     options: frozenset[str] = frozenset(OPTIONS)
     not_together: tuple[tuple[str, str], ...] = ()
     lacks_on: dict[tuple[str, torch.dtype], str] = field(default_factory=dict)
@@ -174,10 +177,9 @@ CAPABILITIES: dict[str, Capabilities] = {
         dtypes=(torch.float16, torch.bfloat16),
         head_dims=(64, 128, 256),
         shared_dims=(576, 512),
-        options=frozenset(
-            {"fresh_tree", "shared_kv", "window", "windowed_cache", "part", "soft_cap", "sinks", "batch_invariant"}
-        ),
-        not_together=(("shared_kv", "window"), ("shared_kv", "soft_cap")),
+        fp8_dims=(128,),
+        options=frozenset(OPTIONS) - {"unlike_dims"},
+        not_together=tuple(("shared_kv", other) for other in ("window", "soft_cap", "fp8_e4m3", "fp8_e5m2")),
         numbers="accumulates in float32",
         purpose="serving; `auto` on Hopper",
     ),
@@ -211,6 +213,8 @@ def _too_wide(covers: Capabilities, geometry: Geometry) -> str | None:
         return None if dims == covers.shared_dims else wanted.format(*covers.shared_dims, *dims)
     if covers.head_dims is not None and geometry.head_dim not in covers.head_dims:
         return f"it covers head_dim {_either(covers.head_dims)}, got {geometry.head_dim}"
+    if covers.fp8_dims is not None and geometry.kv_dtype in FP8_DTYPES and geometry.head_dim not in covers.fp8_dims:
+        return f"with an FP8 cache it covers head_dim {_either(covers.fp8_dims)}, got {geometry.head_dim}"
     most = (covers.max_head_dim, covers.max_head_dim)
     if geometry.shared_kv and covers.max_shared_dims is not None:
         most = covers.max_shared_dims
@@ -265,7 +269,8 @@ def _either(numbers: tuple[int, ...]) -> str:
 def _dims(covers: Capabilities) -> str:
     if covers.head_dims is not None:
         mla = "" if covers.shared_dims is None else "; MLA {} and {}".format(*covers.shared_dims)
-        return _either(covers.head_dims) + mla
+        fp8 = "" if covers.fp8_dims is None else f"; FP8 {_either(covers.fp8_dims)}"
+        return _either(covers.head_dims) + mla + fp8
     if covers.max_head_dim is None:
         return "any"
     text = f"1 to {covers.max_head_dim}"

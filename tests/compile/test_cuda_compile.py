@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.cuda.build import NVCC_OPTIONS, KernelShape, find_nvcc, kernels_in, source_dir
+from treeattn.cuda.build import NVCC_OPTIONS, Fp8Shape, KernelShape, find_nvcc, kernels_in, source_dir
 
 SHARED_LIMIT = 227 * 1024
 SHARED_OF_SM, RESERVED = 228 * 1024, 1024
@@ -57,6 +57,8 @@ def test_plain_build(source: str, tmp_path: Path, record_property: Callable[[str
     compile_without_spills_or_serialised_products(source, (), cubin, record_property)
     if source.startswith("attention"):
         exponentials_run_under_a_product(source, cubin)
+    if source == "fp8_sm90_d128.cu":
+        numbers_are_widened_under_a_product(source, cubin)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -106,6 +108,21 @@ def exponentials_run_under_a_product(source: str, cubin: Path) -> None:
             assert sum("MUFU.EX2" in line for line in behind) >= keys // 2, name
 
 
+def numbers_are_widened_under_a_product(source: str, cubin: Path) -> None:
+    """Of a tile those of K before the wait for the product with V before, those of V before the wait for Q K^T."""
+    for name, code in disassembled(cubin).items():
+        shape = kernels_in(source)[name]
+        assert isinstance(shape, Fp8Shape)
+        lines = [line for _, line in code]
+        begin = next(at for at, line in enumerate(lines) if "LDSM.16.M88" in line)
+        products = [at for at, line in enumerate(lines) if at > begin and "HGMMA" in line]
+        waits = [at for at, line in enumerate(lines) if at > begin and re.search(r"DEPBAR\.LE gsb0, 0x0", line)]
+        steps = shape.head_dim // 16
+        assert waits[0] < products[0] < products[steps - 1] < waits[1] < products[steps], name
+        for start, end in ((begin, waits[0]), (products[steps - 1], waits[1])):
+            assert sum("F2FP.F16.E4M3" in line for line in lines[start:end]) == 32, name
+
+
 def test_shared_memory_fits(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """The structs that the kernels lay over shared memory, measured by nvcc's host compiler."""
     shapes = {name: shape for source in SOURCES for name, shape in kernels_in(source).items()}
@@ -113,7 +130,8 @@ def test_shared_memory_fits(tmp_path: Path, record_property: Callable[[str, obje
     for name, shape in shapes.items():
         lines.append(f'  std::printf("{name} %zu\\n", sizeof(treeattn::{shape.layout}::Layout));')
     main = tmp_path / "main.cu"
-    main.write_text('#include <cstdio>\n#include "mla_ring.cuh"\nint main() {\n' + "\n".join(lines) + "\n}\n")
+    includes = "".join(f"#include {name}\n" for name in ("<cstdio>", '"fp8_ring.cuh"', '"mla_ring.cuh"'))
+    main.write_text(includes + "int main() {\n" + "\n".join(lines) + "\n}\n")
     program = tmp_path / "main"
     subprocess.run(
         [str(find_nvcc()), "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-I", str(source_dir()), "-o",

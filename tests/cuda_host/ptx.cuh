@@ -1,9 +1,9 @@
 // csrc/ptx.cuh for the host: the same functions, each GPU thread a fiber. A block runs until it waits for another.
 //
 // For tests of the kernels' logic without a GPU: indices, phases of barriers, masks, the walk, what is copied when. A
-// copy happens when it is waited for, no earlier; a product happens when it is issued, so that a slot which is given back
-// before its product has ended does not show here (the canary build on a GPU is for that). Operands are read through
-// their descriptors, by the canonical layouts of the PTX manual.
+// copy happens when it is waited for, no earlier; so does a product, of which each warp reads what is in shared memory for
+// itself. (Registers are read when it is issued.) Operands are read through their descriptors, by the canonical layouts of
+// the PTX manual.
 
 #pragma once
 
@@ -36,6 +36,8 @@ namespace treeattn {
 
 struct Bf16 {};
 struct Fp16 {};
+struct E4m3 {};
+struct E5m2 {};
 
 alignas(1024) unsigned char shared_bytes[227 * 1024];
 
@@ -49,6 +51,15 @@ struct Copy {
   u32 bytes;
 };
 
+// A product that has been issued: what this thread's part of it is made of.
+struct Pending {
+  void (*perform)(const Pending&);
+  float* d;
+  u64 in_shared, b;
+  float a[2][16];  // of its two rows, from registers
+  int accumulate;
+};
+
 struct Fiber {
   ucontext_t context;
   jmp_buf here;
@@ -56,6 +67,9 @@ struct Fiber {
   bool started = false, done = false;
   u32 waits_at = 0;  // a barrier
   std::vector<Copy> open;
+  std::vector<Pending> products;
+  std::vector<size_t> groups;  // products behind each commit
+  size_t issued = 0;           // products so far
 };
 
 // Threads that meet: each leaves a value and goes on once all have.
@@ -77,14 +91,15 @@ struct Share {
 struct Named {
   int arrived = 0, threads = 0;
   u32 held = 0;
-  bool any = false, was_any = false;  // of those who have arrived; of the meeting before
+  bool says[2] = {};  // somebody, in this meeting and in the one before
 };
 
 // A multiprocessor: what a block has while it runs, and its shared memory while another runs.
 struct Machine {
   Fiber fibers[MOST_THREADS];
   Meeting<32, u64> warps[MOST_THREADS / 32];
-  Meeting<128, Share> warpgroups[MOST_THREADS / 128];
+  Meeting<32, Share> shares[MOST_THREADS / 32];
+  std::vector<Share> issued[MOST_THREADS / 128];  // products of a warpgroup, in order
   Named named[17];  // the last is of __syncthreads
   std::vector<unsigned char> memory;
   u32 block, round = 0, sloth[MOST_THREADS / 32] = {};
@@ -192,7 +207,7 @@ const Value* Meeting<SIZE, Value>::meet(int me, const Value& value, u32 what) {
 }
 
 // At a barrier so many threads meet; another number at the same time is undefined on a chip.
-inline bool named_meet(int id, int threads, bool condition = false) {
+inline bool named_meet(int id, int threads, bool says = false) {
   Named& at = machine->named[id];
   if (at.arrived != 0 && at.threads != threads) {
     std::fprintf(stderr, "barrier %d is waited at by %d and by %d threads\n", id, at.threads, threads);
@@ -200,7 +215,8 @@ inline bool named_meet(int id, int threads, bool condition = false) {
   }
   const u32 mine = at.held;
   at.threads = threads;
-  at.any |= condition;
+  if (at.arrived == 0) at.says[mine % 2] = false;
+  at.says[mine % 2] |= says;
   if (++at.arrived == threads) {
     at.arrived = 0;
     at.held += 1;
@@ -210,7 +226,7 @@ inline bool named_meet(int id, int threads, bool condition = false) {
   } else {
     while (at.held == mine) yield();
   }
-  return at.was_any;
+  return at.says[mine % 2];
 }
 
 inline const u64* warp_meets(u64 value, u32 what) { return machine->warps[running / 32].meet(running % 32, value, what); }
@@ -242,6 +258,23 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   unsigned bits = 0;
   for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
   return bits;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const treeattn::u64* all = treeattn::warp_meets(value, 9);
+  unsigned most = 0;
+  for (int i = 0; i < 32; ++i) most = all[i] > most ? static_cast<unsigned>(all[i]) : most;
+  return most;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const treeattn::u64 both = a | static_cast<treeattn::u64>(b) << 32;
+  unsigned made = 0;
+  for (int i = 0; i < 4; ++i) made |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return made;
+}
+inline float __int_as_float(int bits) {
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
   const treeattn::u64* all = treeattn::warp_meets(value, 8);
@@ -332,22 +365,23 @@ inline void copy_async_wait_all() {
   for (const Copy& copy : machine->fibers[running].open) copy_now(copy);
   machine->fibers[running].open.clear();
 }
-// The words of a map here: address, shape (4, innermost first), byte strides (3), box (4). 16-bit numbers.
+// The words of a map here: address, shape (4, innermost first), byte strides (3), box (4), bytes of a number.
 inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page, u32 barrier) {
   const u64* words = map.words;
+  const u64 bytes = words[12];
   for (u64 row = 0; row < words[9]; ++row)
     for (u64 column = 0; column < words[8]; ++column) {
       const u64 at[4] = {dim + column, slot + row, static_cast<u64>(head), static_cast<u64>(page)};
       unsigned short number = 0;
       if (at[0] < words[1] && at[1] < words[2] && at[2] < words[3] && at[3] < words[4])
-        std::memcpy(&number, reinterpret_cast<const char*>(words[0]) + 2 * at[0] + at[1] * words[5] + at[2] * words[6] +
-                                 at[3] * words[7], 2);
-      u32 place = to + row * 128 + column * 2;
+        std::memcpy(&number, reinterpret_cast<const char*>(words[0]) + bytes * at[0] + at[1] * words[5] + at[2] * words[6] +
+                                 at[3] * words[7], bytes);
+      u32 place = to + row * 128 + column * bytes;
       place ^= (place >> 7 & 7) << 4;
-      std::memcpy(shared_bytes + place, &number, 2);
+      std::memcpy(shared_bytes + place, &number, bytes);
     }
   Barrier& at = barrier_at(barrier);
-  at.bytes -= words[8] * words[9] * 2;
+  at.bytes -= words[8] * words[9] * bytes;
   barrier_turn(at);
 }
 inline void prefetch(const TensorMap&) {}
@@ -375,6 +409,34 @@ inline void store_blocks(u32 row, const u32 (&from)[4]) {
   for (int i = 0; i < 32; ++i) rows[i] = static_cast<u32>(all[i]);
   for (int block = 0; block < 4; ++block)
     std::memcpy(shared_bytes + rows[block * 8 + running % 32 / 4] + running % 4 * 4, from + block, 4);
+}
+// Lane l gets of each block column l / 4, rows 2 (l % 4) and the next.
+inline void load_blocks_across(u32 (&to)[4], u32 row) {
+  const u64* rows = warp_meets(row, 10);
+  const int lane = running % 32;
+  for (int block = 0; block < 4; ++block)
+    for (int i = 0; i < 2; ++i)
+      std::memcpy(reinterpret_cast<char*>(to + block) + 2 * i,
+                  shared_bytes + rows[block * 8 + lane % 4 * 2 + i] + lane / 4 * 2, 2);
+}
+// Lane l has of each block row l / 4, columns 2 (l % 4) and the next; a row of memory becomes a column.
+template <int COUNT>
+inline void store_columns(u32 row, const u32 (&parts)[COUNT]) {
+  u32 rows[32];
+  const u64* all = warp_meets(row, 20 + COUNT);
+  for (int i = 0; i < 32; ++i) rows[i] = static_cast<u32>(all[i]);
+  const int lane = running % 32;
+  for (int block = 0; block < COUNT; ++block)
+    for (int i = 0; i < 2; ++i) {
+      const unsigned short number = parts[block] >> 16 * i & 0xFFFF;
+      std::memcpy(shared_bytes + rows[block * 8 + lane % 4 * 2 + i] + lane / 4 * 2, &number, 2);
+    }
+}
+inline void store_blocks_across(u32 row, u32 a, u32 b, u32 c, u32 d) { store_columns<4>(row, {a, b, c, d}); }
+inline void store_blocks_across(u32 row, u32 a, u32 b) { store_columns<2>(row, {a, b}); }
+inline void store_two(float* to, float a, float b) {
+  to[0] = a;
+  to[1] = b;
 }
 inline void store_four(float* to, float a, float b, float c, float d) {
   to[0] = a;
@@ -453,6 +515,45 @@ inline u32 pack(float low, float high) {
   return narrow<T>(low) | static_cast<u32>(narrow<T>(high)) << 16;
 }
 
+inline float of_half(unsigned short bits) { return wide<Fp16>(bits); }
+
+// FP8 numbers by the definition of their formats.
+template <class Format>
+inline float number_of(unsigned char bits);
+template <>
+inline float number_of<E4m3>(unsigned char bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  float number = exponent == 15 && fraction == 7 ? NAN
+                 : exponent == 0                 ? std::ldexp(fraction, -9)
+                                                 : std::ldexp(8 + fraction, exponent - 10);
+  return bits & 0x80 ? -number : number;
+}
+template <>
+inline float number_of<E5m2>(unsigned char bits) {
+  const int exponent = bits >> 2 & 31, fraction = bits & 3;
+  float number = exponent == 31 ? (fraction ? NAN : INFINITY)
+                 : exponent == 0 ? std::ldexp(fraction, -16)
+                                 : std::ldexp(4 + fraction, exponent - 17);
+  return bits & 0x80 ? -number : number;
+}
+template <class Format>
+inline void widen(u32 four, u32& first, u32& last) {
+  u32 made[4];
+  for (int i = 0; i < 4; ++i) made[i] = narrow<Fp16>(number_of<Format>(four >> 8 * i & 0xFF));
+  first = made[0] | made[1] << 16;
+  last = made[2] | made[3] << 16;
+}
+template <class Format>
+inline void widen_across(u32 four, u32& even, u32& odd) {
+  widen<Format>(__byte_perm(four, 0, 0x3120), even, odd);
+}
+template <class T>
+inline u32 narrow_halves(u32 both) {
+  return pack<T>(wide<Fp16>(both & 0xFFFF), wide<Fp16>(both >> 16));
+}
+
+inline float made_anew(float number) { return number; }
+
 inline float number_at(const void* list, i64 index, i32 type) {
   if (type == 0) return static_cast<const float*>(list)[index];
   if (type == 3) return static_cast<float>(static_cast<const double*>(list)[index]);
@@ -461,19 +562,34 @@ inline float number_at(const void* list, i64 index, i32 type) {
 }
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+inline void wgmma_commit() {
+  Fiber& own = machine->fibers[running];
+  own.groups.push_back(own.products.size());
+}
 template <int PENDING>
-inline void wgmma_wait() {}
+inline void wgmma_wait() {
+  Fiber& own = machine->fibers[running];
+  if (own.groups.size() > PENDING) {
+    const size_t count = own.groups[own.groups.size() - 1 - PENDING];
+    for (size_t i = 0; i < count; ++i) own.products[i].perform(own.products[i]);
+    own.products.erase(own.products.begin(), own.products.begin() + count);
+    own.groups.erase(own.groups.begin(), own.groups.end() - PENDING);
+    for (size_t& behind : own.groups) behind -= count;
+  }
+  warp_meets(0, 30);
+}
 template <int THREADS>
 inline void threads_sync(int id) {
   named_meet(id, THREADS);
 }
 template <int THREADS>
-inline bool threads_any(int id, bool condition) {
-  return named_meet(id, THREADS, condition);
+inline bool threads_any(int id, bool says) {
+  return named_meet(id, THREADS, says);
 }
 template <int COUNT>
 inline void pin(float (&)[COUNT]) {}
+template <int COUNT>
+inline void pin(u32 (&)[COUNT]) {}
 
 inline u64 operand(u32 address, u32 leading, u32 stride) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(leading >> 4) << 16 |
@@ -495,10 +611,11 @@ inline float operand_number(u64 descriptor, int k, int line, bool across) {
 
 typedef float Four __attribute__((vector_size(16)));
 
-// Operands of a product as floats: a warp's 16 rows of A, and B, read once in a turn of the warp.
+// Operands of a product as floats, read once in a turn of a warp: B, and A where it is in shared memory.
 struct Operands {
   u32 turn;
-  const Share* of;
+  u64 in_shared, of;
+  void (*by)(const Pending&);
   float a[16][16];
   Four b[4][32][16];  // by thread of four and block of 8 columns: two numbers of B's row k, for both rows of A
 };
@@ -506,40 +623,54 @@ inline Operands operands;
 
 template <class T, int N, int ACROSS>
 struct Product {
-  static void read(const Share* all) {
-    const Share& mine = all[running % 128];
+  static void read(const Pending& product) {
     Operands& to = operands;
-    if (to.turn == turn && to.of == all) return;
+    if (to.turn == turn && to.of == product.b && to.in_shared == product.in_shared && to.by == perform) return;
     to.turn = turn;
-    to.of = all;
-    for (int i = 0; i < 128; ++i)
-      if (all[i].b != mine.b || all[i].in_shared != mine.in_shared) {
-        std::fprintf(stderr, "threads of a warpgroup name unlike operands\n");
-        std::abort();
-      }
+    to.of = product.b;
+    to.in_shared = product.in_shared;
+    to.by = perform;
     for (int column = 0; column < N; column += 2)
       for (int k = 0; k < 16; ++k) {
-        const float one = operand_number<T>(mine.b, k, column, ACROSS);
-        const float other = operand_number<T>(mine.b, k, column + 1, ACROSS);
+        const float one = operand_number<T>(product.b, k, column, ACROSS);
+        const float other = operand_number<T>(product.b, k, column + 1, ACROSS);
         to.b[column % 8 / 2][column / 8][k] = Four{one, other, one, other};
       }
-    const int warp = running % 128 / 32;
+    if (product.in_shared == 0) return;
     for (int row = 0; row < 16; ++row)
       for (int k = 0; k < 16; ++k)
-        to.a[row][k] = mine.in_shared != 0 ? operand_number<T>(mine.in_shared, k, warp * 16 + row, false)
-                                           : all[warp * 32 + row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2][k % 2];
+        to.a[row][k] = operand_number<T>(product.in_shared, k, running % 128 / 32 * 16 + row, false);
   }
-  static void add(float (&d)[N / 2], const Share& share, u32 what, int accumulate) {
-    read(machine->warpgroups[running / 128].meet(running % 128, share, what));
-    const float *upper = operands.a[running % 32 / 4], *lower = operands.a[running % 32 / 4 + 8];
+  static void perform(const Pending& product) {
+    read(product);
+    const int row = running % 32 / 4;
+    const float* upper = product.in_shared != 0 ? operands.a[row] : product.a[0];
+    const float* lower = product.in_shared != 0 ? operands.a[row + 8] : product.a[1];
     Four a[16];
     for (int k = 0; k < 16; ++k) a[k] = Four{upper[k], upper[k], lower[k], lower[k]};
     for (int block = 0; block < N / 8; ++block) {
       Four sum = {};
-      if (accumulate) std::memcpy(&sum, d + 4 * block, sizeof(sum));
+      if (product.accumulate) std::memcpy(&sum, product.d + 4 * block, sizeof(sum));
       for (int k = 0; k < 16; ++k) sum += a[k] * operands.b[running % 4][block][k];
-      std::memcpy(d + 4 * block, &sum, sizeof(sum));
+      std::memcpy(product.d + 4 * block, &sum, sizeof(sum));
     }
+  }
+  static void add(float (&d)[N / 2], const Share& share, u32 what, int accumulate) {
+    // warps of a warpgroup issue the same products, but need not be at the same one
+    std::vector<Share>& issued = machine->issued[running / 128];
+    const size_t mine = machine->fibers[running].issued++;
+    if (issued.size() == mine) issued.push_back(share);
+    const Share first = issued[mine];
+    const Share* all = machine->shares[running / 32].meet(running % 32, share, what);
+    if (share.b != first.b || share.in_shared != first.in_shared) {
+      std::fprintf(stderr, "threads of a warpgroup name unlike operands\n");
+      std::abort();
+    }
+    Pending product = {perform, d, share.in_shared, share.b, {}, accumulate};
+    const int row = running % 32 / 4;
+    for (int half = 0; half < 2; ++half)
+      for (int k = 0; k < 16; ++k) product.a[half][k] = all[row * 4 + k % 8 / 2].a[half + k / 8 * 2][k % 2];
+    machine->fibers[running].products.push_back(product);
   }
   static void run(float (&d)[N / 2], const u32* mine, u64 b, int accumulate) {
     Share share = {{}, 0, b};

@@ -16,7 +16,7 @@ from option_bodies import (
 from settings_of_tests import Setting
 
 import treeattn
-from treeattn.cuda.build import KernelShape, kernels_in, source_dir
+from treeattn.cuda.build import Fp8Shape, KernelShape, kernels_in, source_dir
 from treeattn.cuda.config import KEYS, MLA_DIMS, Variant
 from treeattn.cuda.launch import load
 from treeattn.driver import LOCAL_BYTES
@@ -82,6 +82,9 @@ def test_as_many_blocks_fit_as_the_plan_counts_on(source: str) -> None:
         variant = Variant(shape.dtype.lower(), MLA_DIMS[0], 1, KEYS)
         if isinstance(shape, KernelShape):
             variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys, shape.options)
+        elif isinstance(shape, Fp8Shape):
+            variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys,
+                              cached=shape.format.lower(), rows=shape.rows)  # fmt: skip
         assert variant.name == name
         function = load(variant, torch.cuda.current_device())
         assert function.attribute(LOCAL_BYTES) == 0, name
@@ -94,8 +97,9 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TREEATTN_CUDA_MACROS", getattr(request, "param", CHECKED))
 
 
-def shaped(name: str, dim: int, dtype: torch.dtype, options: Options | None = None) -> Case:
-    shape = dict(SHAPES[name])
+def shaped(name: str, dim: int, dtype: torch.dtype, options: Options | None = None,
+           shapes: dict[str, dict[str, Any]] = SHAPES) -> Case:  # fmt: skip
+    shape = dict(shapes[name])
     q_lens, prefixes, heads = shape.pop("q_lens"), shape.pop("prefixes"), shape.pop("heads")
     nodes, sm_scale = shape.pop("nodes", q_lens), shape.pop("sm_scale", None)
     rng = random.Random(sum(q_lens) + sum(prefixes))
@@ -135,19 +139,20 @@ def test_random_cases(part: int) -> None:
     assert refused < 12
 
 
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize(("dim", "kv_dtype"), [(128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float8_e4m3fn)])
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 8)], ids=["c1", "c2", "c3"])
-def test_the_same_bits_again_and_again(heads: tuple[int, int], dim: int) -> None:
+def test_the_same_bits_again_and_again(heads: tuple[int, int], dim: int, kv_dtype: torch.dtype) -> None:
     """One input a thousand times, by calls and by replays of a graph."""
     batch, q_len, prefix = 4, 8 if heads == (8, 1) else 17, 5000
     pages = batch * 80
     generator = torch.Generator("cuda").manual_seed(0)
-    k, v = (torch.randn(pages, 64, heads[1], dim, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    shape = (pages, 64, heads[1], dim)
+    k, v = (torch.randn(shape, device="cuda", generator=generator).to(kv_dtype) for _ in range(2))
     q = torch.randn(batch * q_len, heads[0], dim, device="cuda", generator=generator).bfloat16()
     table = torch.randperm(pages, device="cuda", generator=generator).int().view(batch, 80)
     layout = treeattn.TreeLayout.chain(torch.full((batch,), prefix, dtype=torch.int32, device="cuda"), q_len)
     kv = treeattn.PagedKV(block_table=table, page_size=64)
-    step = treeattn.plan(layout, kv, *heads, dim, dtype=q.dtype, backend="cuda")
+    step = treeattn.plan(layout, kv, *heads, dim, dtype=q.dtype, kv_dtype=kv_dtype, backend="cuda")
     out = torch.empty_like(q)
     treeattn.tree_attention(q, k, v, step, out=out)
     first = out.clone()
@@ -209,6 +214,61 @@ def test_options_together(seed: int) -> None:
     general_masks_take_the_callers_positions(SETTING, seed)
     rows_do_not_depend_on_the_batch(SETTING, seed)
     rows_do_not_depend_on_the_batch(SETTING, seed, Options(window_left=20, sinks=True, logits_soft_cap=4.0))
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CACHES = ((torch.bfloat16, E4M3), (torch.float16, E5M2), (torch.float16, E4M3), (torch.bfloat16, E5M2))
+SCALES = ("float", "heads", "none", "tensor")
+FP8_SHAPES: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    "rows-of-40": {"q_lens": [8], "prefixes": [5000], "heads": (40, 8), "page_size": 64},
+    "three-tiles-of-72": {"q_lens": [40], "prefixes": [2000], "heads": (10, 2), "page_size": 64},
+    "fresh-of-72": {"q_lens": [17, 5], "prefixes": [3333, 64], "heads": (32, 8), "page_size": 64, "tree_kv": "fresh"},
+    "fresh-wide": {"q_lens": [257, 3], "prefixes": [130, 20], "heads": (8, 2), "page_size": 16, "tree_kv": "fresh"},
+    "fresh-alone": {"q_lens": [17, 9, 33], "prefixes": [0, 64, 31], "heads": (8, 2), "tree_kv": "fresh"},
+    "sharp": {"q_lens": [17], "prefixes": [5000], "heads": (8, 2), "page_size": 64, "sm_scale": 2.0},
+    "sharp-fresh": {"q_lens": [17], "prefixes": [500], "heads": (8, 1), "sm_scale": 2.0, "tree_kv": "fresh"},
+}  # fmt: skip
+
+
+def cached(name: str, turn: int, options: Options) -> Case:
+    """A case of `FP8_SHAPES` with an FP8 cache."""
+    dtype, kv_dtype = CACHES[turn % 4]
+    asked = dataclasses.replace(options, kv_dtype=kv_dtype, scales=SCALES[(turn + turn // 4) % 4])
+    return shaped(name, 128, dtype, asked, FP8_SHAPES)
+
+
+@pytest.mark.parametrize("build", ["", CHECKED, CANARY], ids=["plain", "checked", "canary"], indirect=True)
+@pytest.mark.parametrize("name", FP8_SHAPES)
+@pytest.mark.usefixtures("build")
+def test_fp8_shapes(name: str) -> None:
+    first = list(FP8_SHAPES).index(name)
+    for turn in (first, first + 1):
+        case = cached(name, turn, Options())
+        verdict = check_case(case, "cuda", ("plain", "static")[turn % 2])
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("build", [CHECKED, CANARY], ids=["checked", "canary"], indirect=True)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.usefixtures("build")
+def test_fp8_options(name: str) -> None:
+    for turn, shape in enumerate((*OPTION_SHAPES, "fresh-of-72", "sharp"), list(OPTIONS).index(name)):
+        case = cached(shape, turn, OPTIONS[name])
+        verdict = check_case(case, "cuda", ("plain", "static")[turn // 2 % 2])
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.usefixtures("build")
+def test_fp8_random_cases(part: int) -> None:
+    for seed in range(6 * part, 6 * part + 6):
+        dtype, kv_dtype = CACHES[seed % 4]
+        case = random_case(seed, device="cuda", dtype=dtype, head_dim=128, cache="paged", strided_q=False,
+                           options=Options(kv_dtype=kv_dtype, scales=SCALES[seed % 3]))  # fmt: skip
+        for path in ("plain", "static"):
+            verdict = check_case(case, "cuda", path)
+            assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
 
 
 MLA_SHAPES: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """The CUDA kernels on the host, thread by thread (tests/cuda_host), with Triton's plan and merge in the interpreter.
 
-What this cannot show: registers, asynchronous products, races, and what the PTX of `csrc/ptx.cuh` does on a chip.
+What this cannot show: registers, most races, and what the PTX of `csrc/ptx.cuh` does on a chip.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from treeattn import backends
 from treeattn.backends import choose_backend
 from treeattn.buffers import tensors_of
 from treeattn.capabilities import CAPABILITIES, Asked
-from treeattn.cuda.build import kernels_in, source_dir
+from treeattn.cuda.build import Fp8Shape, kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
-from treeattn.cuda.launch import CacheMaps, fill, params_of
+from treeattn.cuda.launch import CacheMaps, fill, params_of, scale_at
+from treeattn.driver import UINT8
 from treeattn.fallback import FallbackLaunch, triton_twin
 from treeattn.kernels import launch as launching
 from treeattn.plan import Step
@@ -51,7 +52,7 @@ DIMS = (64, 128, 256, 128)
 
 BUILDS = ["", "-DTREEATTN_CANARY=1"]
 CALLED = "Fp16"
-"""The type of all cases here; the kernels of the other one are left out of the build, which takes half as long."""
+"""The type of all cases here; of the other one there are only those for FP8 caches, which takes half as long."""
 
 
 def built(folder: Path, macro: str) -> Path:
@@ -65,7 +66,7 @@ def built(folder: Path, macro: str) -> Path:
             for path in (*source_dir().iterdir(), *HOST.iterdir()):
                 shutil.copy(path, sources)
             names = [name for source in source_dir().glob("*.cu") for name, shape in kernels_in(source.name).items()
-                     if shape.dtype == CALLED]  # fmt: skip
+                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape)]  # fmt: skip
             listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
             subprocess.run(
                 [str(GXX), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
@@ -88,6 +89,7 @@ def host_map(to: Any, dtype: int, address: int, *numbers: Any) -> None:
     """In place of the driver's encoding: what `copy_box` of tests/cuda_host/ptx.cuh reads."""
     for index, number in enumerate((address, *(number for part in numbers for number in part))):
         to.words[index] = number
+    to.words[12] = 1 if dtype == UINT8 else 2
 
 
 class HostAttention:
@@ -100,7 +102,7 @@ class HostAttention:
         self.params.page_rows = self.maps.rows
 
     def __call__(self, q: Any, k: Any, v: Any, k_tree: Any, v_tree: Any, out: Any, lse: Any, scale: float,
-                 cap: float, sinks: Any, *rest: Any) -> None:  # fmt: skip
+                 cap: float, sinks: Any, k_scale: Any, v_scale: Any) -> None:  # fmt: skip
         config = self.step.config
         assert config is not None
         # Triton's launch has q in place of fresh rows that there are not, and out in place of lse and sinks
@@ -108,7 +110,8 @@ class HostAttention:
         lse = None if lse is out else lse
         sinks = sinks if self.sinks else None
         at = [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, k_tree, v_tree, out, lse, sinks)]
-        fill(memoryview(self.params).cast("B"), self.maps.of(at[1], at[2], k.shape[0]), *at, scale, cap)
+        maps = self.maps.of(at[1], at[2], k.shape[0])
+        fill(memoryview(self.params).cast("B"), maps, *at, scale, cap, scale_at(k_scale), scale_at(v_scale))
         name = variant_of(self.step, config, cap > 0).name.encode()
         address, schedule = ctypes.addressof(self.params), next(SCHEDULES)
         done = self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps, schedule)
@@ -179,10 +182,11 @@ def auto_on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def shaped(q_lens: list[int], prefixes: list[int], heads: tuple[int, int], head_dim: int = 64,
-           nodes: list[int] | None = None, options: Options | None = None, **place: Any) -> Case:  # fmt: skip
+           nodes: list[int] | None = None, options: Options | None = None, dtype: torch.dtype = torch.float16,
+           **place: Any) -> Case:  # fmt: skip
     rng = random.Random(sum(q_lens) + sum(prefixes))
     trees = [draw_tree("recent", count, rng) for count in nodes or q_lens]
-    return build_case(trees, prefixes, q_lens=q_lens, heads=heads, head_dim=head_dim, dtype=torch.float16,
+    return build_case(trees, prefixes, q_lens=q_lens, heads=heads, head_dim=head_dim, dtype=dtype,
                       placement=Placement(**place), options=options, seed=1)  # fmt: skip
 
 
@@ -549,3 +553,148 @@ def test_a_backend_that_was_named_does_not_fall_back(auto_on_host: list[str]) ->
     with pytest.raises(NotImplementedError, match=r"needs rows of q at multiples of 16 bytes.*backend='triton' can"):
         treeattn.tree_attention(odd, case.k_cache, case.v_cache, step, **call_of(case))
     assert auto_on_host == []
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ((torch.float16, E4M3), (torch.bfloat16, E4M3), (torch.bfloat16, E5M2), (torch.float16, E5M2))
+SCALES = ("none", "float", "tensor", "heads")
+
+
+@pytest.fixture
+def on_host_fp8(on_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `on_host`, bfloat16 too: what Triton's interpreter cannot do is not asked of it here."""
+    monkeypatch.setitem(CAPABILITIES, "triton", dataclasses.replace(CAPABILITIES["triton"], lacks_on={}))
+
+
+def cached(shape: dict[str, Any], turn: int, options: Options | None = None) -> Case:
+    """A case of a shape with an FP8 cache."""
+    dtype, kv_dtype = KINDS[turn % 4]
+    options = dataclasses.replace(options or Options(), kv_dtype=kv_dtype, scales=SCALES[(turn + turn // 4) % 4])
+    return shaped(**{**shape, "head_dim": 128}, dtype=dtype, options=options)
+
+
+FP8_SHAPES = {
+    **SHAPES,
+    "one-tile-of-72": {"q_lens": [17], "prefixes": [700], "heads": (4, 1), "page_size": 64},
+    "rows-of-40": {"q_lens": [8], "prefixes": [500], "heads": (5, 1), "page_size": 64},
+    "second-consumer-of-one": {"q_lens": [17, 18, 19], "prefixes": [64, 333, 130], "heads": (8, 2), "page_size": 32},
+    "tiles-of-130": {"q_lens": [65], "prefixes": [500], "heads": (4, 1), "page_size": 64},
+    "three-tiles-of-72": {"q_lens": [40], "prefixes": [200], "heads": (5, 1), "page_size": 16},
+    "page-1": {"q_lens": [9, 17], "prefixes": [333, 64], "heads": (4, 1), "page_size": 1},
+    "fresh-of-72": {"q_lens": [17], "prefixes": [333], "heads": (4, 1), "page_size": 64, "tree_kv": "fresh"},
+    "fresh-wide": {"q_lens": [70, 3], "prefixes": [130, 20], "heads": (2, 2), "page_size": 16, "tree_kv": "fresh"},
+    "fresh-alone": {"q_lens": [17, 9, 33], "prefixes": [0, 64, 31], "heads": (8, 2), "page_size": 64,
+                    "tree_kv": "fresh"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FP8_SHAPES)
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_shapes(name: str) -> None:
+    first = list(FP8_SHAPES).index(name)
+    for turn in (first, first + 1):
+        case = cached(FP8_SHAPES[name], turn)
+        verdict = check_case(case, "triton", ("plain", "static")[turn % 2])
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+FP8_OPTION_SHAPES: dict[str, dict[str, Any]] = {
+    **{name: shape for name, shape in OPTION_SHAPES.items() if name != "c2"},
+    "one-tile-of-72": {"q_lens": [17, 5], "prefixes": [333, 64], "heads": (4, 1), "page_size": 64, "table": "block"},
+    "fresh-of-72": {"q_lens": [17, 40], "prefixes": [333, 70], "heads": (4, 2), "page_size": 16, "tree_kv": "fresh"},
+}
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("shape", FP8_OPTION_SHAPES)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_options(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 130)
+    turn = list(OPTIONS).index(name) + list(FP8_OPTION_SHAPES).index(shape)
+    case = cached(FP8_OPTION_SHAPES[shape], turn, OPTIONS[name])
+    verdict = check_case(case, "triton", ("plain", "static")[turn // 2 % 2])
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("tree_kv", ["logical", "fresh"])
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("sm_scale", [-0.11, 0.0, 3.0])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_scales_of_scores(sm_scale: float, turn: int, tree_kv: str) -> None:
+    """With 3, rows jump from key to key: bases move in most tiles."""
+    case = cached({"q_lens": [17], "prefixes": [600], "heads": (4, 1), "page_size": 64, "tree_kv": tree_kv}, turn)
+    case = dataclasses.replace(case, sm_scale=sm_scale)
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_random_cases(seed: int) -> None:
+    dtype, kv_dtype = KINDS[seed % 4]
+    case = random_case(seed, dtype=dtype, head_dim=128, batch=1 + seed % 3, max_prefix=200, num_kv_heads=1,
+                       max_width=(8, 17, 33)[seed % 3], cache="paged", source=("parents", "general")[seed // 4 % 2],
+                       options=Options(kv_dtype=kv_dtype, scales=SCALES[seed % 3]))  # fmt: skip
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+class CachedSetting(HostSetting):
+    """Cases with an FP8 cache that the host can afford."""
+
+    def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
+        asked = pins.pop("options", None) or Options()
+        options = dataclasses.replace(asked, kv_dtype=KINDS[seed % 4][1], scales=SCALES[seed % 3])
+        return super().case(seed, dtype, **{**pins, "head_dim": 128, "options": options})
+
+
+FP8_SETTING = CachedSetting("triton", torch.device("cpu"), (torch.float16, torch.bfloat16), small=True)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_options_together(seed: int) -> None:
+    merged_parts_are_the_whole(FP8_SETTING, seed)
+    general_masks_take_the_callers_positions(FP8_SETTING, seed)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("options", [Options(), Options(window_left=20, sinks=True)], ids=["plain", "window"])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_batch_invariance(options: Options) -> None:
+    rows_do_not_depend_on_the_batch(FP8_SETTING, 1, options)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_unseen_rows_change_nothing(seed: int) -> None:
+    unseen_keys_change_nothing(FP8_SETTING, {"seed": seed})
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("power", [-40, 30])
+@pytest.mark.parametrize("tree_kv", ["logical", "fresh"])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_queries_of_any_size(power: int, tree_kv: str) -> None:
+    """bf16 queries are multiplied as float16, whose range is smaller."""
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": (4, 1), "page_size": 64, "tree_kv": tree_kv}, 1)
+    scaled = dataclasses.replace(case, q=case.q * 2.0**power, sm_scale=0.09 * 2.0**-power)
+    verdict = check_case(scaled, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("what", ["k", "v"])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_beside_fresh_numbers_that_float16_has_not(what: str) -> None:
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": (4, 1), "page_size": 64, "tree_kv": "fresh"}, 1)
+    (content,) = case.content_k if what == "k" else case.content_v
+    large = content.clone()
+    large[300:] *= 2.0**20
+    verdict = check_case(dataclasses.replace(case.with_content(**{what: (large,)}), sm_scale=1e-6), "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"

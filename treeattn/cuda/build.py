@@ -51,6 +51,12 @@ class Compiler(NamedTuple):
     compile: Callable[[Path, Sequence[str]], bytes]
 
 
+def _handed_bytes(stages: int) -> int:
+    """What ``Shared::Layout`` (csrc/ring.cuh) has behind Q: barriers, items, and parts of items that are cut."""
+    barriers = 4 * stages + 2 + 4 * ITEMS
+    return -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 2 * 4
+
+
 class KernelShape(NamedTuple):
     """The arguments of a ``TREEATTN_ATTENTION`` line of a source file, but for the name."""
 
@@ -78,9 +84,40 @@ class KernelShape(NamedTuple):
         """Size of ``Shared::Layout`` (csrc/ring.cuh), which a compile test compares with the compiler's."""
         ring = 2 * self.stages * self.keys * self.head_dim * 2
         q = self.consumers * 64 * self.head_dim * 2
-        barriers = 4 * self.stages + 2 + 4 * ITEMS
-        rest = -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 2 * 4
-        return -(-(ring + q + rest) // ATOM_BYTES) * ATOM_BYTES
+        return -(-(ring + q + _handed_bytes(self.stages)) // ATOM_BYTES) * ATOM_BYTES
+
+
+class Fp8Shape(NamedTuple):
+    """The arguments of a ``TREEATTN_FP8`` line of a source file, but for the name."""
+
+    dtype: str
+    format: str
+    head_dim: int
+    consumers: int
+    rows: int
+    keys: int
+    stages: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def layout(self) -> str:
+        """The template of csrc that lies over shared memory."""
+        return f"Fp8Shared<{self.head_dim}, {self.consumers}, {self.rows}, {self.keys}, {self.stages}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``Fp8Shared::Layout`` (csrc/fp8_ring.cuh), which a compile test compares with the compiler's."""
+        ring = 2 * self.stages * self.keys * self.head_dim
+        q = self.consumers * self.rows * self.head_dim * 2
+        base = -(-(ring + q + _handed_bytes(self.stages)) // ATOM_BYTES) * ATOM_BYTES
+        weights = self.consumers * 2 * self.rows * self.keys * 2
+        exchange = self.consumers * self.rows * (4 * 4 + 2 * 4 + 8 + 2 * 4)
+        return -(-(base + weights + exchange) // ATOM_BYTES) * ATOM_BYTES
 
 
 class MlaShape(NamedTuple):
@@ -130,14 +167,17 @@ def source_dir() -> Path:
     raise BuildError(f"the CUDA sources are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}")
 
 
-def kernels_in(source_name: str) -> dict[str, KernelShape | MlaShape]:
+Shape = KernelShape | Fp8Shape | MlaShape
+SHAPES: dict[str, Callable[..., Shape]] = {"ATTENTION": KernelShape, "FP8": Fp8Shape, "MLA": MlaShape}
+
+
+def kernels_in(source_name: str) -> dict[str, Shape]:
     """The kernels of a source file by name."""
     text = (source_dir() / source_name).read_text()
-    found: dict[str, KernelShape | MlaShape] = {}
-    for macro, line in re.findall(r"^TREEATTN_(ATTENTION|MLA)\(([^)]*)\)", text, re.MULTILINE):
-        name, dtype, *numbers = re.split(r",\s*", line)
-        made = KernelShape if macro == "ATTENTION" else MlaShape
-        found[name] = made(dtype, *map(int, numbers))
+    found: dict[str, Shape] = {}
+    for macro, line in re.findall(rf"^TREEATTN_({'|'.join(SHAPES)})\(([^)]*)\)", text, re.MULTILINE):
+        name, *arguments = re.split(r",\s*", line)
+        found[name] = SHAPES[macro](*(int(word) if word.isdecimal() else word for word in arguments))
     return found
 
 

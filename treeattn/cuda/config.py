@@ -17,6 +17,9 @@ MLA_DIMS = (576, 512)
 """Of latent rows: of K, and of V in it."""
 MLA_WARPS = 16
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+FP8_TILES = {40: (1, 40), 72: (1, 72), 144: (2, 72)}
+"""Consumer warpgroups and rows of each of the kernels for FP8 caches, by the rows of their row tiles."""
 KEYS = 64
 WINDOW, CAP = 1, 2
 """Options that have kernels of their own, as bits (``OPTION_*`` of csrc/ring.cuh)."""
@@ -36,7 +39,11 @@ class Variant(NamedTuple):
     keys : int
         Keys of a KV tile.
     options : int
-        Sum of `WINDOW` and `CAP`: the kernels with a cap take a window too.
+        Sum of `WINDOW` and `CAP`: the kernels with a cap take a window too. Those for FP8 caches take both.
+    cached : {"", "e4m3", "e5m2"}
+        Format of an FP8 cache.
+    rows : int
+        Of a consumer.
     """
 
     dtype: str
@@ -44,19 +51,27 @@ class Variant(NamedTuple):
     consumers: int
     keys: int
     options: int = 0
+    cached: str = ""
+    rows: int = 64
 
     @property
     def name(self) -> str:
         """Of the kernel's function."""
         if self.is_mla:
             return f"mla_sm90_{self.dtype}"
+        if self.cached:
+            return f"fp8_sm90_{self.dtype}_{self.cached}_d{self.head_dim}_c{self.consumers}_r{self.rows}"
         shape = f"{self.dtype}_d{self.head_dim}_c{self.consumers}_n{self.keys}"
         return f"attention_sm90_{shape}{SUFFIXES[self.options]}"
 
     @property
     def source(self) -> str:
         """The file of ``csrc`` that has it."""
-        return "mla_sm90.cu" if self.is_mla else f"attention_sm90_d{self.head_dim}{SUFFIXES[self.options]}.cu"
+        if self.is_mla:
+            return "mla_sm90.cu"
+        if self.cached:
+            return f"fp8_sm90_d{self.head_dim}{'_e5m2' if self.cached == 'e5m2' else ''}.cu"
+        return f"attention_sm90_d{self.head_dim}{SUFFIXES[self.options]}.cu"
 
     @property
     def is_mla(self) -> bool:
@@ -81,11 +96,27 @@ def consumers_for(rows: int, head_dim: int = 128) -> int:
     return 1 if rows <= 64 else min((2, 3), key=cost)
 
 
+def fp8_tile_rows(rows: int) -> int:
+    """Rows of a row tile of the kernels for FP8 caches, for `rows` packed rows of a request and KV head.
+
+    A tile of one consumer takes 5 units of time, of which K and V from L2 are a part, and one of two 8: 136 rows take
+    one tile of two, 160 rows three of one, 260 two of two. (Counted, not measured.)
+    """
+    if rows <= 40:
+        return 40
+    return min((144, 72), key=lambda tile: -(-rows // tile) * (8 if tile == 144 else 5))
+
+
 def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
     """Tiles of a group of layers, in the terms of the plan."""
     if geometry.shared_kv:
         reason = "64 rows, whose sums are half of the registers"
         return KernelConfig(64, KEYS, geometry.head_dim, MLA_WARPS, 2, 1, 2, reason)
+    if geometry.kv_dtype in FP8_NAMES:
+        tile = fp8_tile_rows(geometry.group * max_q_len)
+        consumers, rows = FP8_TILES[tile]
+        reason = f"FP8: {consumers} consumer(s) of {rows} rows"
+        return KernelConfig(tile, KEYS, geometry.head_dim, 4 * (consumers + 1), 4, 3 - consumers, 2, reason)
     consumers = consumers_for(geometry.group * max_q_len, geometry.head_dim)
     blocks = 2 if consumers == 1 and geometry.head_dim != WIDE else 1
     reason = {
@@ -100,5 +131,9 @@ def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -
     """The kernel that a configuration stands for, for calls with a soft cap or without."""
     if geometry.shared_kv:
         return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, 1, config.block_n)
+    if geometry.kv_dtype in FP8_NAMES:
+        consumers, rows = FP8_TILES[config.block_m]
+        dtype, cached = DTYPE_NAMES[geometry.dtype], FP8_NAMES[geometry.kv_dtype]
+        return Variant(dtype, geometry.head_dim, consumers, config.block_n, cached=cached, rows=rows)
     options = WINDOW + CAP if capped else WINDOW if geometry.window_left >= 0 else 0
     return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, config.block_m // 64, config.block_n, options)

@@ -19,6 +19,7 @@ from ..driver import (
     FLOAT16,
     INVALID_CONTEXT,
     PROGRAMMATIC_SERIALIZATION,
+    UINT8,
     Function,
     LaunchAttribute,
     LaunchConfig,
@@ -30,7 +31,7 @@ from ..driver import (
 )
 from ..kernels.launch import LOG2_E, PARTS, Launch, LayerLaunch, finish_leading, is_ranged, split_of, window_of
 from ..plan import Step
-from ..scoring import Scoring
+from ..scoring import Scale, Scoring, scale_kind
 from .binary import Binary, asked_macros, load_first
 from .build import kernels_in
 from .config import KEYS, Variant, variant_of
@@ -38,16 +39,17 @@ from .params import Q_SIGNS, AttentionParams, TensorMap, division
 
 ROW_BYTES = 16
 """What a copy moves at once: rows of q, K and V start at multiples of it."""
-BOX_DIMS = 64
-"""Dims of a tensor copy's box: 128 bytes, the row of the swizzle."""
+BOX_BYTES = 128
+"""Of a row of a tensor copy's box, and of the swizzle."""
 MAX_STRIDE = 2**40
 """What a tensor map's strides, in bytes, must stay below."""
 MOST_MAPS = 1024
 """Pairs of caches whose tensor maps a launch keeps: more than a model has layers."""
-ADDRESSES, ADDRESSES_AT = struct.Struct("=8Q"), AttentionParams.q.offset
-SCALES, SCALES_AT = struct.Struct("=fIff"), AttentionParams.scale.offset
-"""How, and where in the params struct, a call's addresses, scale and cap are written."""
+ADDRESSES, ADDRESSES_AT = struct.Struct("=10Q"), AttentionParams.q.offset
+SCALES, SCALES_AT = struct.Struct("=fIffff"), AttentionParams.scale.offset
+"""How, and where in the params struct, a call's addresses, scales and cap are written."""
 SINKS_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+NO_SCALE = (0, 1.0)
 LARGEST = 3e38
 """Of a float32, and less than inf: 0 times it is 0."""
 
@@ -169,6 +171,8 @@ def params_of(
         split=split_of(step),
         sinks_type=0 if scoring.sinks is None else SINKS_TYPES[scoring.sinks.dtype],
         sinks_in_lse=scoring.sinks_in_lse,
+        stride_k_scale=scale_kind(scoring.k_scale) == 3,
+        stride_v_scale=scale_kind(scoring.v_scale) == 3,
     )
     names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
     for name, stride in zip(names, cache_strides, strict=True):
@@ -195,8 +199,9 @@ class CacheMaps:
 
     def __init__(self, step: Step, cache_strides: tuple[int, ...]) -> None:
         self.page_size, self.kv_heads, self.head_dim = step.kv.page_size, step.num_kv_heads, step.head_dim
-        self.dtype = BFLOAT16 if step.dtype == torch.bfloat16 else FLOAT16
-        self.strides = [2 * stride for stride in cache_strides]  # page, slot, head: of K, of V
+        self.dtype = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}.get(step.kv_dtype, UINT8)
+        self.dims = BOX_BYTES // step.kv_dtype.itemsize  # of a box
+        self.strides = [step.kv_dtype.itemsize * stride for stride in cache_strides]  # page, slot, head: of K, of V
         usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
         self.rows = box_rows(self.page_size) if usable else 0
         self.made: dict[tuple[int, int, int], bytes] = {}
@@ -220,7 +225,7 @@ class CacheMaps:
         page, slot, head = strides
         made = TensorMap()
         shape = (self.head_dim, self.page_size, self.kv_heads, num_pages)
-        encode_tensor_map(made, self.dtype, address, shape, (slot, head, page), (BOX_DIMS, self.rows, 1, 1))
+        encode_tensor_map(made, self.dtype, address, shape, (slot, head, page), (self.dims, self.rows, 1, 1))
         return bytes(made)
 
 
@@ -237,14 +242,19 @@ def fill(
     sinks: int,
     scale: float,
     cap: float,
+    k_scale: tuple[int, float] = NO_SCALE,
+    v_scale: tuple[int, float] = NO_SCALE,
 ) -> None:
-    """Write the maps, the addresses (0 for what there is not), the scale (times log2(e)) and the cap of a call."""
+    """Write the maps, the addresses (0 for what there is not), the scale (times log2(e)) and the cap of a call.
+
+    `k_scale` and `v_scale` of an FP8 cache are addresses, or 0 and a number.
+    """
     params[: len(maps)] = maps
-    ADDRESSES.pack_into(params, ADDRESSES_AT, q, k, v, k_tree, v_tree, out, lse, sinks)
+    ADDRESSES.pack_into(params, ADDRESSES_AT, q, k, v, k_tree, v_tree, out, lse, sinks, k_scale[0], v_scale[0])
     # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
     size, sign = max(abs(scale), 1e-30), Q_SIGNS if scale < 0 else 0
     cap_in = min(size / (cap * LOG2_E), LARGEST) if cap else 0.0
-    SCALES.pack_into(params, SCALES_AT, size, sign, cap_in, cap * LOG2_E)
+    SCALES.pack_into(params, SCALES_AT, size, sign, cap_in, cap * LOG2_E, k_scale[1], v_scale[1])
 
 
 class Block:
@@ -315,19 +325,21 @@ class AttentionLaunch:
         sinks: int,
         scale: float,
         cap: float,
+        k_scale: tuple[int, float] = NO_SCALE,
+        v_scale: tuple[int, float] = NO_SCALE,
     ) -> None:
         """Launch on its device's current stream, with addresses."""
         # torch.cuda.current_device() is the same behind a check that CUDA is initialised, and 0.5 µs
         if torch._C._cuda_getDevice() != self.device_index:
             with torch.cuda.device(self.device_index):
-                self(num_pages, q, k, v, k_tree, v_tree, out, lse, sinks, scale, cap)
+                self(num_pages, q, k, v, k_tree, v_tree, out, lse, sinks, scale, cap, k_scale, v_scale)
             return
         try:
             block = self.free.pop()
         except IndexError:
             block = Block(self.template, self.function, self.grid, self.threads)
         maps = self.maps.of(k, v, num_pages)
-        fill(block.params, maps, q, k, v, k_tree, v_tree, out, lse, sinks, scale, cap)
+        fill(block.params, maps, q, k, v, k_tree, v_tree, out, lse, sinks, scale, cap, k_scale, v_scale)
         block.config.stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         code = block.launch()
         if code:
@@ -336,6 +348,11 @@ class AttentionLaunch:
                 code = block.launch()
             check(f"launch of {self.function.name}", code)
         self.free.append(block)
+
+
+def scale_at(scale: Scale) -> tuple[int, float]:
+    """A scale of an FP8 cache as a call takes it: where it is on the device, or 0 and the number."""
+    return (scale.data_ptr(), 1.0) if isinstance(scale, Tensor) else (0, scale)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -380,7 +397,8 @@ class CudaLayerLaunch:
         out_at, lse_at, sinks_at = out.data_ptr(), _address(lse), _address(scoring.sinks)
         self.attention(
             k_cache.shape[0], q.data_ptr(), k_cache.data_ptr(), _address(v_cache), _address(k_tree), _address(v_tree),
-            out_at, lse_at, sinks_at, scoring.sm_scale * LOG2_E, scoring.logits_soft_cap,
+            out_at, lse_at, sinks_at, scoring.sm_scale * LOG2_E, scoring.logits_soft_cap, scale_at(scoring.k_scale),
+            scale_at(scoring.v_scale),
         )  # fmt: skip
         if self.finish is None:
             return

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 
 POINTERS = (
-    "q", "k", "v", "k_tree", "v_tree", "out", "lse", "sinks", "partial_out", "partial_lse", "work", "spans",
-    "arrivals", "row_request", "qo_indptr", "mask_words", "kv_indptr", "table", "tree_slots", "prefix_lens",
-    "positions",
+    "q", "k", "v", "k_tree", "v_tree", "out", "lse", "sinks", "k_scales", "v_scales", "partial_out", "partial_lse",
+    "work", "spans", "arrivals", "row_request", "qo_indptr", "mask_words", "kv_indptr", "table", "tree_slots",
+    "prefix_lens", "positions",
 )  # fmt: skip
 STRIDES = (
     "table_request", "q_row", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head", "k_tree_row",
@@ -18,6 +18,8 @@ NUMBERS = (
     ("q_sign", ctypes.c_uint32),
     ("cap_in", ctypes.c_float),
     ("cap_out", ctypes.c_float),
+    ("k_scale", ctypes.c_float),
+    ("v_scale", ctypes.c_float),
     ("total_q", ctypes.c_int32),
     ("num_words", ctypes.c_int32),
     ("group", ctypes.c_int32),
@@ -36,6 +38,8 @@ NUMBERS = (
     ("split", ctypes.c_int32),
     ("sinks_type", ctypes.c_int32),
     ("sinks_in_lse", ctypes.c_int32),
+    ("stride_k_scale", ctypes.c_int32),
+    ("stride_v_scale", ctypes.c_int32),
     ("page_rows", ctypes.c_int32),
 )
 ALIGNMENT = 64

@@ -133,9 +133,11 @@ def compile_cases(arch: int) -> Iterator[Case]:
         launch, leading = _layer(arch, config, dtype, dataclasses.replace(SCATTERED, batch=batch, q_len=q_len))
         yield _case(name, launch.finish, finish_leading(leading))
     if arch == cuda.ARCH:  # plan and merge of the cuda backend
-        for name, batch, q_len in (("items", 1, 17), ("boundaries", 64, 65)):
-            call = dataclasses.replace(PAGED, batch=batch, q_len=q_len, backend="cuda")
-            geometry = Geometry.of(KV_HEADS * call.group, KV_HEADS, 128)
+        for name, batch, q_len, kv_dtype in (
+            ("items", 1, 17, None), ("boundaries", 64, 65, None), ("fp8", 64, 17, torch.float8_e4m3fn),
+        ):  # fmt: skip
+            call = dataclasses.replace(PAGED, batch=batch, q_len=q_len, backend="cuda", kv_dtype=kv_dtype)
+            geometry = Geometry.of(KV_HEADS * call.group, KV_HEADS, 128, kv_dtype=kv_dtype)
             config = cuda.cuda_config(geometry, q_len)
             launch, leading = _layer(arch, config, torch.bfloat16, call)
             yield _case(f"finish-cuda-{name}", launch.finish, finish_leading(leading))
