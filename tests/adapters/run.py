@@ -7,7 +7,8 @@ installed without their dependencies (`pip install --no-deps`): a framework's GP
 for what cannot be installed are in the folder's `stubs/`, which its conftest puts on the path. The environment is
 `.venv-adapters/NAME-HASH`, made when the hash of requirements and Python is new, and kept; older ones of that
 name are removed. `--install` makes the environments alone. Where the requirements have pytest-xdist,
-TREEATTN_TEST_JOBS (default 2) processes share the tests. Pytest's own closing line ends each run. The exit status is 0 only if every framework's tests passed.
+TREEATTN_TEST_JOBS (default 2) processes share the tests. Pytest's own closing line ends each run. The exit status is 0
+only if every framework's tests passed.
 """
 
 from __future__ import annotations

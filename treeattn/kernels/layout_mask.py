@@ -342,6 +342,7 @@ def finish_kernel(
             about_row = tl.where(odd, odd_row, about_row)
             about_value = tl.where(odd, odd_value, about_value)
             nodes = tl.where(odd, 0, nodes)
+            tl.debug_barrier()  # warps may each have read all states and flags, which the rows below overwrite
         for first in range(0, width, ROWS):
             local = first + tl.arange(0, ROWS)
             rows = start + local
