@@ -139,7 +139,9 @@ def test_random_cases(part: int) -> None:
     assert refused < 12
 
 
-@pytest.mark.parametrize(("dim", "kv_dtype"), [(128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    ("dim", "kv_dtype"), [(128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float8_e4m3fn)]
+)
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 8)], ids=["c1", "c2", "c3"])
 def test_the_same_bits_again_and_again(heads: tuple[int, int], dim: int, kv_dtype: torch.dtype) -> None:
     """One input a thousand times, by calls and by replays of a graph."""
