@@ -23,7 +23,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "gqa pages window": {"page_size": 16, "window": 20},
     "mla": {"mla": True, "dim": 40},
-    "fp16 gqa": {"dtype": torch.float16, "heads": 8, "kv_heads": 1},
+    "fp16 mqa": {"dtype": torch.float16, "kv_heads": 1},
 }
 # bf16 dots are wrong in Triton's interpreter, which is also too slow for these shapes
 GPU_WORLDS: dict[str, dict[str, Any]] = {
