@@ -40,7 +40,7 @@ struct Registers<3, HEAD_DIM> {
 };
 template <>
 struct Registers<1, 256> {
-  static constexpr int PRODUCER = 56, CONSUMER = 240;
+  static constexpr int PRODUCER = 255, CONSUMER = 255;  // of two warpgroups, all that a thread can have: nothing to give
 };
 template <>
 struct Registers<2, 256> {
@@ -70,11 +70,12 @@ __device__ __forceinline__ void attention_sm90(const AttentionParams& p) {
   }
   __syncthreads();
 
+  using Split = Registers<CONSUMERS, HEAD_DIM>;
   if (group == CONSUMERS) {
-    give_registers<Registers<CONSUMERS, HEAD_DIM>::PRODUCER>();
+    if constexpr (Split::PRODUCER < Split::CONSUMER) give_registers<Split::PRODUCER>();
     producer.run();
   } else {
-    take_registers<Registers<CONSUMERS, HEAD_DIM>::CONSUMER>();
+    if constexpr (Split::PRODUCER < Split::CONSUMER) take_registers<Split::CONSUMER>();
     Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS> consumer(p, memory, group, lane);
     consumer.run();
   }
