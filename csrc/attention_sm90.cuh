@@ -41,7 +41,7 @@ struct Registers<3, HEAD_DIM> {
 };
 template <>
 struct Registers<1, 256> {
-  static constexpr int PRODUCER = 56, CONSUMER = 240;
+  static constexpr int PRODUCER = 255, CONSUMER = 255;  // of two warpgroups, all that a thread can have: nothing to give
 };
 template <>
 struct Registers<2, 256> {

@@ -28,10 +28,10 @@ __device__ __forceinline__ void run_block(const AttentionParams& p) {
   __syncthreads();
 
   if (group == CONSUMERS) {
-    give_registers<Registers::PRODUCER>();
+    if constexpr (Registers::PRODUCER < Registers::CONSUMER) give_registers<Registers::PRODUCER>();
     producer.run();
   } else {
-    take_registers<Registers::CONSUMER>();
+    if constexpr (Registers::PRODUCER < Registers::CONSUMER) take_registers<Registers::CONSUMER>();
     Consumer consumer(p, memory, group, lane);
     consumer.run();
   }

@@ -183,7 +183,8 @@ def tree_attention(
     TypeError, ValueError
         If a dtype or shape disagrees with the step, or what validation found; nothing has been written then.
     NotImplementedError
-        If the step's backend has no soft cap or no sinks; the message names one that has.
+        If the step's backend was named and cannot do what the call asks (no soft cap, no sinks, or rows at odd
+        addresses); the message names one that can. What "auto" has chosen never raises it.
     RuntimeError
         If the step was planned with validation and the stream is being captured.
     """

@@ -65,9 +65,9 @@ def choose_backend(
         return "torch"
     if arch != HOPPER or not cuda_works or missing("cuda", device_type, asked) is not None:
         return "triton"
-    # The CUDA kernels take 0.49 to 1.03 of Triton's time in 41 of the 42 rows of h200-gqa.json and h200-mla.json, and
-    # 1.23 (10.5 µs against 8.6) in one, (1, 17, 2048, 8/1), of one item with 32 tiles. The same item takes 0.87 at a
-    # prefix of 16384; a line between the two crosses 1 at 8800 keys.
+    # In the rows of h200-gqa.json and h200-mla.json the CUDA kernels take at most 1.03 of Triton's time, but for one,
+    # (1, 17, 2048, 8/1): 1.23, 10.5 µs against 8.6. It is one item of 32 tiles; at a prefix of 16384 the same item
+    # takes 0.87, and a line between the two crosses 1 at 8800 keys.
     geometry = asked.geometry
     if size is not None and not geometry.shared_kv and size.room <= SHORT_KEYS:
         rows = size.max_q_len * geometry.group

@@ -31,16 +31,17 @@ import treeattn
 from treeattn import backends
 from treeattn.backends import choose_backend
 from treeattn.buffers import tensors_of
-from treeattn.capabilities import CAPABILITIES, Asked
+from treeattn.capabilities import CAPABILITIES, Asked, missing
 from treeattn.cuda.build import Fp8Shape, kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
 from treeattn.cuda.launch import CacheMaps, fill, params_of, scale_at
 from treeattn.driver import UINT8
 from treeattn.fallback import FallbackLaunch, triton_twin
+from treeattn.geometry import Geometry
 from treeattn.kernels import launch as launching
 from treeattn.plan import Step
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, judge, random_case
-from treeattn.testing.run import StaticRun, call_of, group_of, previous_of
+from treeattn.testing.run import StaticRun, asked_of, call_of, group_of, previous_of
 
 GXX = shutil.which("g++")
 HOST = Path(__file__).resolve().parent.parent / "cuda_host"
@@ -492,6 +493,7 @@ def test_auto_does_what_triton_does(name: str, auto_on_host: list[str], monkeypa
     """With rows at odd addresses too; each option with each way to prepare a step."""
     monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 130)
     ran: set[str] = set()
+    covered = False  # as far as geometries tell: FP8 caches and unlike dims, in the end
     for seed, path in itertools.product(range(2), ("plain", "static")):
         dim = (64, 40)[seed]
         cache = ("paged", "strided", "packed")[(seed + (path == "static")) % 3]
@@ -500,9 +502,9 @@ def test_auto_does_what_triton_does(name: str, auto_on_host: list[str], monkeypa
         verdict = check_case(case, "auto", path)
         assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
         ran |= set(auto_on_host)
+        covered |= missing("cuda", "cuda", Asked(Geometry.of(**group_of(case)))) is None
     assert "triton" in ran
-    # of FP8 caches and unlike dims, the geometry tells
-    assert ("cuda" in ran) == (not name.startswith(("fp8", "unlike")))
+    assert ("cuda" in ran) == covered
 
 
 @CANARY_ONLY
@@ -510,7 +512,9 @@ def test_auto_does_what_triton_does(name: str, auto_on_host: list[str], monkeypa
 def test_auto_does_what_triton_does_of_mla(name: str, auto_on_host: list[str], on_host_wide_merge: None) -> None:
     case = latent([5, 3], [100, 40], 8, options=AUTO_MLA[name], page_size=16)
     # a soft cap is known at the call; a window and an FP8 cache at the plan
-    wanted = "fallback" if "cap" in name else "triton" if name in ("window", "fp8") else "cuda"
+    at_plan = missing("cuda", "cuda", Asked(Geometry.of(**group_of(case))))
+    wanted = "triton" if at_plan else "fallback" if missing("cuda", "cuda", asked_of(case)) else "cuda"
+    assert (name in ("none", "cap", "window")) <= (wanted == {"cap": "fallback", "window": "triton"}.get(name, "cuda"))
     for path in ("plain", "static"):
         auto_on_host.clear()
         verdict = check_case(case, "auto", path)

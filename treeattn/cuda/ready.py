@@ -9,6 +9,7 @@ import warnings
 
 import torch
 
+from ..capabilities import Asked, missing
 from ..config import KernelConfig
 from ..geometry import Geometry
 from .binary import asked_macros
@@ -29,8 +30,9 @@ def load_every(geometry: Geometry, config: KernelConfig, device: torch.device) -
     if (index, macros) in failed:
         return False
     try:
-        for capped in (False,) if geometry.shared_kv else (False, True):
-            load(variant_of(geometry, config, capped), index, macros)
+        load(variant_of(geometry, config), index, macros)
+        if missing("cuda", "cuda", Asked(geometry, logits_soft_cap=1.0)) is None:
+            load(variant_of(geometry, config, capped=True), index, macros)
     except NotLoadedError:
         return False
     except BuildError as error:

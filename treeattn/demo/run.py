@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default="auto",
-        help="treeattn backend: auto, torch, reference, triton (default: %(default)s)",
+        help="treeattn backend: auto, torch, reference, triton, cuda (default: %(default)s)",
     )
     parser.add_argument(
         "--page-size",
