@@ -92,10 +92,11 @@ struct Fp8Consumer {
       }
     }
     greatest = __reduce_max_sync(~0u, greatest);
-    if (lane == 0) exchange.words[0][warp] = greatest;
+    u32* const of_warps = exchange.words[0][0];
+    if (lane == 0) of_warps[warp] = greatest;
     sync();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) greatest = exchange.words[0][i] > greatest ? exchange.words[0][i] : greatest;
+    for (int i = 0; i < 4; ++i) greatest = of_warps[i] > greatest ? of_warps[i] : greatest;
     return greatest >> 7;
   }
 
@@ -226,8 +227,9 @@ struct Fp8Consumer {
 
   // --- masks ----------------------------------------------------------------------------------------------------------
 
-  // What the rows see of the edge tile whose first unit is `unit`, to shared memory; a thread for each row.
-  __device__ __forceinline__ void share_words(const Cursor& at, i32 unit) const {
+  // What the rows see of the edge tile whose first unit is `unit`, to shared memory; a thread for each row. By turns: a
+  // warp that multiplies weights may still look at those of the tile before.
+  __device__ __forceinline__ void share_words(const Cursor& at, i32 unit, i32 tile) const {
     const u32 thread = thread_in_group();
     if (thread < ROWS) {
       const i32 row = at.row0 + group * ROWS + thread;
@@ -245,7 +247,7 @@ struct Fp8Consumer {
         if (word >= 0 && seen != 0)
           seen &= __ldg(p.mask_words + (at.first_row + static_cast<i64>(node)) * p.num_words + word);
         if (p.positions != nullptr && there) seen &= word < 0 ? from_bit(since - begin) : nodes_since(at, word, seen, since);
-        exchange.words[half][thread] = seen;
+        exchange.words[tile % 2][half][thread] = seen;
       }
     }
     __syncwarp();
@@ -266,16 +268,16 @@ struct Fp8Consumer {
   }
 
   // Nodes of half a tile that some row sees.
-  __device__ __forceinline__ u32 seen_by_some(i32 half) const {
+  __device__ __forceinline__ u32 seen_by_some(i32 half, i32 tile) const {
     u32 seen = 0;
 #pragma unroll 1
-    for (u32 row = lane; row < ROWS; row += 32) seen |= exchange.words[half][row];
+    for (u32 row = lane; row < ROWS; row += 32) seen |= exchange.words[tile % 2][half][row];
     return __reduce_or_sync(~0u, seen);
   }
 
-  __device__ __forceinline__ void mask(Scores& scores) const {
+  __device__ __forceinline__ void mask(Scores& scores, i32 tile) const {
     const u32 first = warp % 2 * 16 + lane / 4;
-    const u32* const words = exchange.words[warp / 2] + lane % 4 * 2;
+    const u32* const words = exchange.words[tile % 2][warp / 2] + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j)
 #pragma unroll
@@ -434,16 +436,17 @@ struct Fp8Consumer {
   }
 
   // A tile with fresh keys: out of the caches is multiplied by their scale, `v_factor`, before the first of those.
-  __device__ __forceinline__ void multiply_fresh(Out& out, u32 slot, u32 weights, const Cursor& at, i32 unit,
-                                                 const u32 (&seen)[WORDS], float& v_factor) const {
+  __device__ __forceinline__ void multiply_fresh(Out& out, u32 slot, u32 weights, const Cursor& at, i32 unit, i32 tile,
+                                                 float& v_factor) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const i32 word = word_of(at, unit, half);
+      const u32 seen = seen_by_some(half, tile);
       u32 v[SLABS][8];
 #pragma unroll
       for (int slab = 0; slab < SLABS; ++slab) {
         if (word >= 0) {
-          take_fresh_v(v[slab], slab, at, word, seen[half]);
+          take_fresh_v(v[slab], slab, at, word, seen);
         } else {
           take_v(v[slab], slot, slab, half);
 #pragma unroll
@@ -544,14 +547,14 @@ struct Fp8Consumer {
   // --- tiles ----------------------------------------------------------------------------------------------------------
 
   // Scores of an edge tile as they count, or of any with a soft cap, given what makes them so.
-  __device__ __forceinline__ void settle(Scores& scores, float scale, bool edge) const {
+  __device__ __forceinline__ void settle(Scores& scores, float scale, bool edge, i32 tile) const {
 #pragma unroll
     for (int i = 0; i < ROWS / 2; ++i) scores[i] *= scale;
     if (p.cap_in != 0.f) {
 #pragma unroll
       for (int i = 0; i < ROWS / 2; ++i) scores[i] = soft_capped(scores[i]) * p.cap_out;
     }
-    if (edge) mask(scores);
+    if (edge) mask(scores, tile);
   }
 
   // A tile from the caches, whose product with V is on its way behind it.
@@ -559,7 +562,7 @@ struct Fp8Consumer {
                                               float scale) {
     const bool edge = tile >= full;
     const u32 weights = shared_address(memory.weights[group][tile % 2]);
-    if (edge) share_words(at, at.edge_begin + (tile - full) * WORDS);
+    if (edge) share_words(at, at.edge_begin + (tile - full) * WORDS, tile);
     u32 k[4 * K_STEPS], v[SLABS][4 * V_STEPS];
     take_k(k, wait_full(0));
     pin(k);
@@ -577,7 +580,7 @@ struct Fp8Consumer {
     wgmma_wait<0>();
     pin(scores);
     if (edge || p.cap_in != 0.f) {
-      settle(scores, scale, edge);
+      settle(scores, scale, edge, tile);
       scale = 1.f;
     }
     Each part;
@@ -602,9 +605,7 @@ struct Fp8Consumer {
                                              float cached_scale, float fresh_scale, float& v_factor) {
     const i32 unit = at.edge_begin + (tile - full) * WORDS;
     const u32 weights = shared_address(memory.weights[group][tile % 2]);
-    share_words(at, unit);
-    // now: when weights are multiplied, other warps may be at the next tile's words
-    const u32 seen[WORDS] = {seen_by_some(0), seen_by_some(1)};
+    share_words(at, unit, tile);
     {
       u32 k[4 * K_STEPS];
       take_fresh_k(k, wait_full(0), at, unit);
@@ -613,11 +614,11 @@ struct Fp8Consumer {
       wgmma_wait<0>();
       pin(scores);
     }
-    settle(scores, word_of(at, unit, warp / 2) >= 0 ? fresh_scale : cached_scale, true);
+    settle(scores, word_of(at, unit, warp / 2) >= 0 ? fresh_scale : cached_scale, true, tile);
     Each part;
     softmax<T>(scores, 1.f, out, sum, part, weights, tile == 0);
     add(sum, part);
-    multiply_fresh(out, wait_full(1), weights, at, unit, seen, v_factor);
+    multiply_fresh(out, wait_full(1), weights, at, unit, tile, v_factor);
     release(1);
     place = place.next();
   }

@@ -13,7 +13,7 @@
 //                   P ROWS in and 2 ROWS out                              456      616     1104
 //   exponentials    16 a clock                                            160      288      576
 //   numbers of K and V made float16, 64 a clock                           256      256      512
-//   instructions    of the four schedulers                                300      390      790
+//   instructions    of the four schedulers                                325      400      800
 //   from memory     16 KB at 4.28 TB/s                                    885      885      885
 // One warpgroup takes about 1050 clocks for a tile of 72 rows: products 576 and their latency 100, softmax 300, the way
 // through shared memory 80; the numbers of K and V are made under the products. Two of them on a multiprocessor, which

@@ -22,8 +22,9 @@ import treeattn.backends as backends
 from treeattn.cli import main
 from treeattn.cuda import binary, build, cache, launch, shipped
 from treeattn.cuda.build import BuildError
-from treeattn.cuda.config import Variant
+from treeattn.cuda.config import Variant, cuda_config, fp8_tile_rows, variant_of
 from treeattn.driver import DriverError
+from treeattn.geometry import Geometry
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = "attention_sm90_d64.cu"
@@ -95,6 +96,28 @@ def installed(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 def accept(found: binary.Binary) -> binary.Binary:
     return found
+
+
+# which kernel
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_any_number_of_rows_with_an_fp8_cache_has_a_kernel(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    geometry = Geometry.of(4, 4, 128, dtype=dtype, kv_dtype=kv_dtype)
+    for rows in (*range(1, 300), 520, 1028, 2056):
+        config = cuda_config(geometry, rows)
+        variant = variant_of(geometry, config)
+        shape = build.kernels_in(variant.source)[variant.name]
+        assert shape.consumers * shape.rows == config.block_m
+        assert (shape.threads, shape.blocks, shape.keys) == (32 * config.num_warps, config.programs_per_sm, 64)
+        assert variant_of(geometry, config, capped=True) == variant
+        assert -(-rows // -(-rows // config.block_m)) <= config.block_m
+
+
+def test_row_tiles_with_an_fp8_cache() -> None:
+    chosen = {rows: fp8_tile_rows(rows) for rows in (1, 32, 40, 41, 68, 72, 136, 160, 260, 520, 1028)}
+    assert chosen == {1: 40, 32: 40, 40: 40, 41: 72, 68: 72, 72: 72, 136: 144, 160: 72, 260: 144, 520: 144, 1028: 144}
 
 
 # the cache
