@@ -40,7 +40,7 @@ for name in "${@:-bench}"; do
         --out "$OUT/h200-$name.json"
       ;;
     further) stage further python3 -m treeattn bench ragged pages shapes --out "$OUT/h200-further.json" ;;
-    fp8) stage fp8 python3 -m treeattn bench fp8 --providers treeattn_triton --out "$OUT/h200-fp8.json" ;;
+    fp8) stage fp8 python3 -m treeattn bench fp8 --providers treeattn_cuda treeattn_triton --out "$OUT/h200-fp8.json" ;;
     tests) stage tests python3 benchmarks/gpu_tests.py --git-rev "$REV" --out "$OUT" ;;
     sanitize)
       stage sanitize env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
