@@ -220,8 +220,6 @@ inline bool named_meet(int id, int threads, bool says = false) {
   if (++at.arrived == threads) {
     at.arrived = 0;
     at.held += 1;
-    at.was_any = at.any;
-    at.any = false;
     progress += 1;
   } else {
     while (at.held == mine) yield();
