@@ -25,7 +25,7 @@ stage() { # name, GPU, command: until LIMIT, its end to the log
 
 tests() { # name, workers, marks
   stage "$1" 1 python3 benchmarks/gpu_tests.py --git-rev "$REV" --out "$parts/$1" --jobs "$2" --marks "$3" \
-    --time-limit $((LIMIT - SECONDS - 10))
+    --time-limit $((LIMIT - SECONDS - 30))
 }
 
 stage step 0 python3 -m treeattn bench step --out "$parts/step.json"

@@ -61,12 +61,19 @@ def name_of(row: dict[str, Any]) -> str:
     return f"{row['kind']}-{row['batch']}-{row['q_len']}-{row['prefix']}-{row['qo_heads']}/{row['kv_heads']}"
 
 
+@pytest.fixture
+def nothing_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "HELD_BACK", frozenset())
+
+
+@pytest.mark.usefixtures("nothing_held_back")
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda index: name_of(ROWS[index][1]))
 def test_auto_takes_the_faster_kernels_of_each_committed_row(index: int) -> None:
     file, row, times = ROWS[index]
-    assert times[taken(row)] <= 1.03 * min(times.values()), file
+    assert times[taken(row)] <= 1.04 * min(times.values()), file
 
 
+@pytest.mark.usefixtures("nothing_held_back")
 def test_the_exception_is_a_row_that_needs_it() -> None:
     """The numbers of the comment in choose_backend; where a new run has others, it has to be written anew."""
     assert len(ROWS) >= 42
@@ -74,9 +81,9 @@ def test_the_exception_is_a_row_that_needs_it() -> None:
              if taken(row) == "triton"]  # fmt: skip
     assert apart == [(1, 17, 2048, 8, 1)]
     ratios = {name_of(row): times["cuda"] / times["triton"] for _, row, times in ROWS}
-    assert ratios["gqa-1-17-2048-8/1"] == pytest.approx(1.23, abs=0.005)
-    assert ratios["gqa-1-17-16384-8/1"] == pytest.approx(0.87, abs=0.005)
-    assert sorted(ratios.values())[-2] <= 1.03
+    assert ratios["gqa-1-17-2048-8/1"] == pytest.approx(1.24, abs=0.005)
+    assert ratios["gqa-1-17-16384-8/1"] == pytest.approx(0.875, abs=0.005)
+    assert sorted(ratios.values())[-2] <= 1.04
 
 
 LARGE = Size(64, 17, 1 << 17)
@@ -97,7 +104,7 @@ TABLE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "two-items": ("cuda", ("cuda", 90, (16, 2, 128), SMALL), {}),
     "two-requests": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(requests=2)), {}),
     "two-row-tiles": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(max_q_len=25)), {}),
-    "mla": ("cuda", ("cuda", 90, (8, 1, 576), SMALL), {"head_dim_v": 512, "shared_kv": True}),
+    "mla": ("triton", ("cuda", 90, (8, 1, 576), SMALL), {"head_dim_v": 512, "shared_kv": True}),
     "mla-window": ("triton", ("cuda", 90, (8, 1, 576), LARGE),
                    {"head_dim_v": 512, "shared_kv": True, "window_left": 9}),
 }  # fmt: skip
@@ -108,6 +115,12 @@ def test_table(name: str) -> None:
     wanted, (device, arch, heads, size), more = TABLE[name]
     works = {key: more.pop(key) for key in ("cuda_works",) if key in (more := dict(more))}
     assert choose_backend(device, arch, Asked(Geometry.of(*heads, **more)), size, **works) == wanted
+
+
+@pytest.mark.usefixtures("nothing_held_back")
+def test_mla_is_held_back_alone() -> None:
+    mla = Geometry.of(8, 1, 576, head_dim_v=512, shared_kv=True)
+    assert choose_backend("cuda", 90, Asked(mla), SMALL) == "cuda"
 
 
 GEOMETRIES = [
