@@ -28,7 +28,7 @@ README = ROOT / "README.md"
 BEGIN, END = TIMES = "<!-- table:begin -->", "<!-- table:end -->"
 SUPPORT = "<!-- support:begin -->", "<!-- support:end -->"
 
-OURS = "treeattn_triton"
+OURS = {"treeattn_cuda": "CUDA", "treeattn_triton": "Triton"}
 GEOMETRY = ("batch", "q_len", "prefix", "qo_heads", "kv_heads")
 PEER_NAMES = {
     "fi_xqa_mask_p64": "FlashInfer XQA", "fa3_cascade_p64": "FA3 cascade", "sglang_extend_tree": "SGLang Triton",
@@ -87,50 +87,58 @@ def table_row(cells: Iterable[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+def costs(ratios: list[float]) -> str:
+    """What a tree costs against something, in words."""
+    return f"{geometric_mean(ratios):.2f}x ({min(ratios):.2f}x to {max(ratios):.2f}x)"
+
+
 def render(results: dict[str, Any], family: Family = GQA) -> str:
     """Render the table of a family and the sentences under it, in Markdown."""
     found_times = best_times(results["rows"], family.kind)
-    times = {geometry: found for geometry, found in found_times.items() if OURS in found}
+    times = {geometry: found for geometry, found in found_times.items() if found.keys() & OURS.keys()}
     if not times:
         rows = f"{len(results['rows'])} rows"
-        raise ValueError(f"no bf16 {family.kind.upper()} row of provider {OURS!r} among {rows}")
+        raise ValueError(f"no bf16 {family.kind.upper()} row of {' or '.join(OURS)} among {rows}")
+    kernels = [provider for provider in OURS if any(provider in found for found in times.values())]
     header = (
-        "batch", "q_len", "prefix", "heads", "floor", "treeattn", "share of floor", family.chain_header,
-        "best other tree",
+        "batch", "q_len", "prefix", "heads", "floor", *(f"treeattn {OURS[name]}" for name in kernels), "share of floor",
+        family.chain_header, "best other tree",
     )  # fmt: skip
     lines = [table_row(header), table_row("--:" for _ in header)]
     elsewhere = {target[:5]: target for target in family.targets}
-    ratios, tree_ratios = [], []
+    ratios: dict[str, list[float]] = {name: [] for name in kernels}
+    tree_ratios: dict[str, list[float]] = {name: [] for name in kernels}
     for (batch, q_len, prefix, qo_heads, kv_heads), providers in times.items():
-        us, floor = providers[OURS]["us"], providers[OURS]["floor_us"]
+        ours = {name: providers[name]["us"] for name in kernels if name in providers}
+        floor = next(providers[name]["floor_us"] for name in ours)
         chain = providers[family.chain]["us"] if family.chain in providers else None
-        ratios += [us / chain] if chain else []
         target = elsewhere.get((batch, q_len, prefix, qo_heads, kv_heads))
-        peer_cell = ""
-        if chain and target:
-            peer = target.tree * chain / target.chain
-            tree_ratios.append(us / peer)
-            peer_cell = f"{peer:.1f} ({PEER_NAMES[target.tree_peer]})"
+        peer = target.tree * chain / target.chain if chain and target else None
+        peer_cell = f"{peer:.1f} ({PEER_NAMES[target.tree_peer]})" if peer and target else ""
+        for name, us in ours.items():
+            ratios[name] += [us / chain] if chain else []
+            tree_ratios[name] += [us / peer] if peer else []
         heads, chain_cell = f"{qo_heads}/{kv_heads}", f"{chain:.1f}" if chain else ""
-        measured = (f"{floor:.1f}", f"{us:.1f}", f"{floor / us:.0%}", chain_cell, peer_cell)
+        cells = [f"{ours[name]:.1f}" if name in ours else "" for name in kernels]
+        measured = (f"{floor:.1f}", *cells, f"{floor / min(ours.values()):.0%}", chain_cell, peer_cell)
         lines.append(table_row((batch, q_len, prefix, heads, *measured)))
     env = results["env"]
     versions = ", ".join(f"{name} {env[name]}" for name in ("torch", "triton") if name in env)
     note = (
         f"Microseconds a call on {env['gpu']} ({versions}): bf16, {family.shape}, median of graph replays over "
-        "rotating copies of the cache, the best page size of each provider."
+        "rotating copies of the cache, the best page size of each provider; the share is of the faster kernels."
     )
-    if ratios:
-        mean, low, high = geometric_mean(ratios), min(ratios), max(ratios)
+    if any(ratios.values()):
+        against = " and ".join(f"{costs(ratios[name])} with the {OURS[name]} kernels" for name in kernels)
         note += (
-            f" Against {family.chain_name}'s causal chain, which takes no tree, a tree costs {mean:.2f}x "
-            f"in geometric mean over {len(ratios)} rows ({low:.2f}x to {high:.2f}x)."
+            f" Against {family.chain_name}'s causal chain, which takes no tree, a tree costs {against}, "
+            f"in geometric mean over {max(map(len, ratios.values()))} rows."
         )
-    if tree_ratios:
-        mean, high, scale = geometric_mean(tree_ratios), max(tree_ratios), family.chain_header.split()[0]
+    if any(tree_ratios.values()):
+        against = " and ".join(f"{costs(tree_ratios[name])}" for name in kernels)
         note += (
             f" The best other tree kernel of each row ({family.tree_peers}) was measured in another run and is scaled "
-            f"by {scale}'s time in this one; against it a tree costs {mean:.2f}x ({high:.2f}x at worst)."
+            f"by {family.chain_header.split()[0]}'s time in this one; against it a tree costs {against}."
         )
     return "\n".join([*lines, "", note])
 
