@@ -6,11 +6,11 @@
 //   shared memory   K 576, V 512; panels of Q that are not in registers, 64 each: 192; P 64 in, 256 out;
 //                   arriving rows 576                                                                              2176
 //   registers       sums 128 of 160 a thread; Q 96 and scores 32 of 160; the producer 32: 64 K in all
-// With all of Q in shared memory it would be 2560, more than the products take, and hold 48 KB that the rings have now: 10
-// quarters of 16 KB, two tiles in use and half of the next on its way, the other half when the first halves of P V end.
-// The matrix unit goes Q K^T (i + 1), then P V (i) with softmax (i + 1) beside it, then Q K^T (i + 2), which may begin
-// under the end of P V (i). Row tiles of a request are lanes of the plan: their blocks walk the same keys at the same
-// time, and memory sees them once; from L2 each block reads 34 bytes a clock.
+// With all of Q in shared memory it would be 2560, more than the products take, and hold 48 KB that the rings have now: 5
+// quarters of 16 KB for each half, two tiles in use and half of the next on its way, the other half when the first halves
+// of P V end. The matrix unit goes Q K^T (i + 1), then P V (i) with softmax (i + 1) beside it, then Q K^T (i + 2). Row tiles
+// of a request are lanes of the plan: their blocks walk the same keys at the same time, and memory sees them once; from L2
+// each block reads 28 bytes a clock of the 2590 that a tile takes, which on all multiprocessors is what L2 has.
 
 #pragma once
 
