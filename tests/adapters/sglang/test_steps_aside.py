@@ -66,7 +66,10 @@ def test_temperature_in_a_graph(served: list, device: str) -> None:
     [
         ({"layer.xai_temperature_len": 4}, "layer 0 has an xai temperature"),
         ({"layer.is_cross_attention": True}, "layer 0 is no causal self-attention"),
-        ({"layer.qk_head_dim": 300}, "layer 0: it covers head_dim up to 256, got 300"),
+        (
+            {"layer.qk_head_dim": 300},
+            "layer 0: backend 'triton' cannot do this: it covers head_dim up to 256, got 300; backend='torch' can",
+        ),
         ({"runner.is_draft_worker": True}, "this is a draft worker's backend"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
