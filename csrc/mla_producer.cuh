@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "keys.cuh"
 #include "mla_ring.cuh"
 
 namespace treeattn {
@@ -70,22 +71,9 @@ struct MlaProducer {
     }
   }
 
-  // Where the pages of the item's request begin in the table.
-  __device__ __forceinline__ i64 first_page(const Cursor& at) const {
-    return p.kv_indptr != nullptr ? index_at(p.kv_indptr, at.request, p.wide_indptr) : at.request * p.stride_table_request;
-  }
-
-  static __device__ __forceinline__ u32 index_at(const void* list, u64 index, i32 wide) {
-    return __ldg(static_cast<const u32*>(list) + (index << wide));
-  }
-
-  __device__ __forceinline__ u32 page_of(u32 position) const {
-    return static_cast<u32>((static_cast<u64>(position) * p.page_magic) >> p.page_shift);
-  }
-
   // Where the key is that this lane looks after, given its page and its position in the request or the cache.
   __device__ __forceinline__ u64 cached(u32 page, u32 position, i32 kv_head) const {
-    const u32 within = position - page_of(position) * p.page_size;
+    const u32 within = position - page_of(p, position) * p.page_size;
     return reinterpret_cast<u64>(p.k) + 2 * (page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head);
   }
 
@@ -93,7 +81,7 @@ struct MlaProducer {
   __device__ __forceinline__ bool node_seen(const Cursor& at, i32 word) const {
     u32 seen = 0;
     for (i32 node = row_node(p, at.row0) + lane; node * p.group < at.row_end; node += 32)
-      seen |= __ldg(p.mask_words + static_cast<i64>(at.first_row + node) * p.num_words + word);
+      seen |= mask_word(p, at, node, word);
     return (__reduce_or_sync(~0u, seen) >> lane & 1) != 0;
   }
 
@@ -117,16 +105,16 @@ struct MlaProducer {
              2 * ((at.first_row + static_cast<i64>(node)) * p.stride_k_tree_row + at.kv_head * p.stride_k_tree_head);
     if (in_tree && p.tree_slots != nullptr) {
       const u32 slot = index_at(p.tree_slots, at.first_row + node, p.wide_slots);
-      return cached(page_of(slot), slot, at.kv_head);
+      return cached(page_of(p, slot), slot, at.kv_head);
     }
-    return cached(index_at(p.table, first_page(at) + page_of(position), p.wide_table), position, at.kv_head);
+    return cached(index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table), position, at.kv_head);
   }
 
   // Page ids of the item's next 32 boxes, a lane each.
   __device__ __forceinline__ u32 find_boxes(const Cursor& at, u32 first) const {
     const u32 rows = p.page_rows, position = at.full_key + (first + lane) * rows;
     if (rows == 0 || position >= static_cast<u32>(at.full_key + at.full_tiles * MLA_KEYS)) return 0;
-    return index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+    return index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table);
   }
 
   // Full tiles by tensor copies: a lane for each box of a part.
@@ -138,7 +126,7 @@ struct MlaProducer {
     for (u32 first = 0; first < all; first += boxes) {
       if (seldom(first % 32 == 0 && first > 0)) pages = find_boxes(at, first);
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
-      const u32 position = at.full_key + (first + box) * rows, within = position - page_of(position) * p.page_size;
+      const u32 position = at.full_key + (first + box) * rows, within = position - page_of(p, position) * p.page_size;
 #pragma unroll
       for (u32 part = 0; part < Ring::PARTS; ++part) {
         const u32 to = ring.wait(), barrier = ring.barrier();
@@ -160,7 +148,7 @@ struct MlaProducer {
   __device__ __forceinline__ void load_pages(u32 (&pages)[2], const Cursor& at, i32 tile) const {
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
-      const u64 index = first_page(at) + page_of(position_at(at, tile, half));
+      const u64 index = first_page(p, at) + page_of(p, position_at(at, tile, half));
       reload(pages[half], static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
     }
   }

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "keys.cuh"
 #include "ring.cuh"
 
 namespace treeattn {
@@ -83,22 +84,13 @@ struct Producer {
     if (WARPS < 4 && lane == 0) barrier_arrive(barrier, PRODUCER_ARRIVALS / WARPS - 32);  // for the other warps
   }
 
-  // Where the pages of the item's request begin in the table.
-  __device__ __forceinline__ i64 first_page(const Cursor& at) const {
-    return p.kv_indptr != nullptr ? index_at(p.kv_indptr, at.request, p.wide_indptr) : at.request * p.stride_table_request;
-  }
-
-  static __device__ __forceinline__ u32 index_at(const void* list, u64 index, i32 wide) {
-    return __ldg(static_cast<const u32*>(list) + (index << wide));
-  }
-
   // Whether some row of the tile sees this lane's node of a mask word.
   __device__ __forceinline__ bool node_seen(const Cursor& at, i32 word) const {
     if constexpr (WINDOW) {
       if (p.positions != nullptr) return node_within(at, word);
     }
     u32 seen = 0;
-    for (i32 node = at.row0 / p.group + lane; node * p.group < at.row_end; node += 32) seen |= mask_word(at, node, word);
+    for (i32 node = at.row0 / p.group + lane; node * p.group < at.row_end; node += 32) seen |= mask_word(p, at, node, word);
     return (__reduce_or_sync(~0u, seen) >> lane & 1) != 0;
   }
 
@@ -111,7 +103,7 @@ struct Producer {
     for (i32 first = at.row0 / p.group; first * p.group < at.row_end; first += 32) {
       const i32 node = first + lane;
       const bool there = node * p.group < at.row_end;
-      const u32 words = there ? mask_word(at, node, word) : 0;
+      const u32 words = there ? mask_word(p, at, node, word) : 0;
       const i32 since = there ? key_of_node(p, at, node) - p.window_left : 0;
 #pragma unroll 1
       for (u32 row = 0; row < 32; ++row)
@@ -120,17 +112,9 @@ struct Producer {
     return seen;
   }
 
-  __device__ __forceinline__ u32 mask_word(const Cursor& at, i32 node, i32 word) const {
-    return __ldg(p.mask_words + static_cast<i64>(at.first_row + node) * p.num_words + word);
-  }
-
-  __device__ __forceinline__ u32 page_of(u32 position) const {
-    return static_cast<u32>((static_cast<u64>(position) * p.page_magic) >> p.page_shift);
-  }
-
   // Addresses of the key that this lane looks after, given its page and its position in the request or the cache.
   __device__ __forceinline__ KeyAddress cached(u32 page, u32 position, i32 kv_head) const {
-    const u32 within = position - page_of(position) * p.page_size;
+    const u32 within = position - page_of(p, position) * p.page_size;
     const i64 k = page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head;
     const i64 v = page * p.stride_v_page + within * p.stride_v_slot + kv_head * p.stride_v_head;
     return {reinterpret_cast<u64>(p.k) + NUMBER * k, reinterpret_cast<u64>(p.v) + NUMBER * v};
@@ -167,9 +151,9 @@ struct Producer {
     }
     if (in_tree && p.tree_slots != nullptr) {
       const u32 slot = index_at(p.tree_slots, at.first_row + node, p.wide_slots);
-      return cached(page_of(slot), slot, at.kv_head);
+      return cached(page_of(p, slot), slot, at.kv_head);
     }
-    const u32 page = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+    const u32 page = index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table);
     return cached(page, position, at.kv_head);
   }
 
@@ -181,7 +165,7 @@ struct Producer {
   // Page ids of the next PAGE_TILES full tiles: lane r has that of key r % WARP_KEYS of tile r / WARP_KEYS.
   __device__ __forceinline__ void load_pages(u32& pages, const Cursor& at, i32 tile) const {
     tile += lane / WARP_KEYS;
-    const u64 index = first_page(at) + page_of(position_at(at, tile));
+    const u64 index = first_page(p, at) + page_of(p, position_at(at, tile));
     reload(pages, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
   }
 
@@ -189,7 +173,7 @@ struct Producer {
   __device__ __forceinline__ void find_boxes(const Cursor& at, u32 first) {
     const u32 rows = p.page_rows, position = at.full_key + (first + lane) * rows;
     if (rows != 0 && position < static_cast<u32>(at.full_key + at.full_tiles * KEYS))
-      pages = index_at(p.table, first_page(at) + page_of(position), p.wide_table);
+      pages = index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table);
   }
 
   // Full tiles by tensor copies: a lane for each box of a half tile.
@@ -200,7 +184,7 @@ struct Producer {
     for (u32 first = 0; first < all; first += boxes) {
       if (seldom(first % 32 == 0 && first > 0)) find_boxes(at, first);
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
-      const u32 position = at.full_key + (first + box) * rows, within = position - page_of(position) * p.page_size;
+      const u32 position = at.full_key + (first + box) * rows, within = position - page_of(p, position) * p.page_size;
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage()][half]);
