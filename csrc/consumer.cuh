@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "keys.cuh"
 #include "merge.cuh"
 
 namespace treeattn {
@@ -179,22 +180,6 @@ struct Consumer {
     return nodes;
   }
 
-  __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], const u32 (&words)[2][WORDS]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < WORDS; ++i) {
-        const u32 mine = words[half][i] >> (lane % 4 * 2);
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-          for (int odd = 0; odd < 2; ++odd) {
-            float& score = scores[4 * (4 * i + j) + 2 * half + odd];
-            score = mine >> (8 * j + odd) & 1 ? score : -infinity();
-          }
-      }
-  }
-
   // Scores to capped ones, in base 2.
   __device__ __forceinline__ void cap(float (&scores)[KEYS / 2]) const {
 #pragma unroll
@@ -317,7 +302,7 @@ struct Consumer {
     release(place, 0);
     if (!idle) {
       if constexpr (CAP) cap(scores);
-      if (edge) mask(scores, words);
+      if (edge) mask(scores, words, lane);
       softmax(scores, out, false);
     }
   }
@@ -350,7 +335,7 @@ struct Consumer {
     place = next;
     if (!idle) {
       if constexpr (CAP) cap(scores);
-      if (edge) mask(scores, words);
+      if (edge) mask(scores, words, lane);
       softmax(scores, out, true);
     }
   }

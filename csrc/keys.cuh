@@ -1,4 +1,4 @@
-// Where keys are: entries of the page table, and words of the mask.
+// Where keys are, and who sees them: entries of the page table, and words of the mask.
 
 #pragma once
 
@@ -23,6 +23,24 @@ __device__ __forceinline__ u32 page_of(const AttentionParams& p, u32 position) {
 
 __device__ __forceinline__ u32 mask_word(const AttentionParams& p, const Cursor& at, i32 node, i32 word) {
   return __ldg(p.mask_words + static_cast<i64>(at.first_row + node) * p.num_words + word);
+}
+
+// Scores of keys that a row does not see become -inf: of a thread's two rows, in the places of a product (ptx.cuh).
+template <int COUNT, int WORDS>
+__device__ __forceinline__ void mask(float (&scores)[COUNT], const u32 (&words)[2][WORDS], int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      const u32 mine = words[half][i] >> (lane % 4 * 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score = scores[4 * (4 * i + j) + 2 * half + odd];
+          score = mine >> (8 * j + odd) & 1 ? score : -infinity();
+        }
+    }
 }
 
 }  // namespace treeattn

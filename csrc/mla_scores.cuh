@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "keys.cuh"
 #include "merge.cuh"
 #include "mla_ring.cuh"
 
@@ -180,22 +181,6 @@ struct MlaScores {
     }
   }
 
-  __device__ __forceinline__ void mask(float (&scores)[MLA_KEYS / 2], const u32 (&words)[2][WORDS]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < WORDS; ++i) {
-        const u32 mine = words[half][i] >> (lane % 4 * 2);
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-          for (int odd = 0; odd < 2; ++odd) {
-            float& score = scores[4 * (4 * i + j) + 2 * half + odd];
-            score = mine >> (8 * j + odd) & 1 ? score : -infinity();
-          }
-      }
-  }
-
   // Scores to weights, in place; true if bases have moved, by what is in `decay`.
   __device__ __forceinline__ bool softmax(float (&scores)[MLA_KEYS / 2]) {
     float best[2];
@@ -295,7 +280,7 @@ struct MlaScores {
       multiply_k(scores, q, edge || p.page_rows == 0, tile > 0);
       bool raised = false;
       if (!idle) {
-        if (seldom(edge)) mask(scores, words);
+        if (seldom(edge)) mask(scores, words, lane);
         raised = softmax(scores);
       }
       store_weights(scores, raised);
