@@ -179,7 +179,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         shared_dims=(576, 512),
         fp8_dims=(128,),
         options=frozenset(OPTIONS) - {"unlike_dims"},
-        not_together=tuple(("shared_kv", other) for other in ("window", "soft_cap", "fp8_e4m3", "fp8_e5m2")),
+        not_together=(("shared_kv", "window"), ("shared_kv", "soft_cap")),
         numbers="accumulates in float32",
         purpose="serving; `auto` on Hopper",
     ),
