@@ -23,6 +23,7 @@ from treeattn import verify
 from treeattn.capabilities import Asked, missing
 from treeattn.geometry import Geometry
 from treeattn.testing import Options, Placement, build_case, check_case, random_case
+from treeattn.testing.run import asked_of
 from treeattn.testing.trees import chain, star
 
 OPTIONS: tuple[tuple[Options, dict[str, Any]], ...] = (
@@ -78,15 +79,22 @@ def attention(backend: str) -> int:
     return wrong + (not check_case(wide, backend).ok)
 
 
-def options() -> int:
+def options(backend: str) -> int:
+    """All of them for Triton's kernels; for those of csrc what has kernels of its own, FP8 caches and MLA."""
     wrong = 0
     for seed, (chosen, pins) in enumerate(OPTIONS):
+        aligned: dict[str, Any] = {}
+        if backend == "cuda":
+            if not chosen.shared_kv and chosen.kv_dtype is None:
+                continue
+            aligned = {"cache": "paged", "strided_q": False}
         for page_size in (1, 64):
-            case = random_case(
-                seed, device="cuda", dtype=torch.bfloat16, batch=2, page_size=page_size, options=chosen, **pins
-            )
+            given = {"dtype": torch.bfloat16, "batch": 2, "page_size": page_size, **pins, **aligned}
+            case = random_case(seed, device="cuda", options=chosen, **given)
+            if missing(backend, "cuda", asked_of(case)) is not None:
+                continue
             for path in ("plain", "static"):
-                verdict = check_case(case, "triton", path)
+                verdict = check_case(case, backend, path)
                 if not verdict.ok:
                     wrong += 1
                     print(f"WRONG {path}: {verdict.message}\n  {case.describe()}")
@@ -130,9 +138,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     backend = parser.parse_args().backend
-    wrong = attention(backend)
+    wrong = attention(backend) + options(backend)
     if backend == "triton":
-        wrong += options() + layout_and_verify()
+        wrong += layout_and_verify()
     torch.cuda.synchronize()
     print("sanitize run: " + ("all right" if not wrong else f"{wrong} wrong"))
     return int(wrong > 0)

@@ -764,18 +764,25 @@ def test_mla_fp8_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert verdict.ok, f"{shape}: {verdict.message}\n{case.describe()}"
 
 
+def worth(case: Case, k_scale: float) -> Case:
+    """The same bytes in a cache of another scale, of a case that has none."""
+    dense = []
+    for content, slots in zip(case.content_k, case.key_slots, strict=True):
+        dense.append(torch.where(slots[:, None, None] >= 0, content * k_scale, content))
+    content_v = tuple(content[..., :512] for content in dense)
+    return dataclasses.replace(case, k_scale=k_scale, content_k=tuple(dense), content_v=content_v)
+
+
 @CANARY_ONLY
 @pytest.mark.parametrize("k_scale", [-0.3, 0.0, 1e-6, 50.0])
 @pytest.mark.parametrize("sm_scale", [-0.11, 0.0, 3.0])
 @pytest.mark.usefixtures("on_host_latents")
 def test_mla_fp8_scales(sm_scale: float, k_scale: float) -> None:
-    """Of either sign, and of both: fresh rows have the sign of one. With 3, bases move in most tiles."""
-    for turn, prefix in ((1, 400), (2, 96)):
-        case = cached_latent(turn, q_lens=[9], prefixes=[prefix], heads=8, page_size=64, tree_kv="fresh")
-        (content,) = case.content_k
-        large = max(abs(k_scale), 1e-6) if turn == 1 else 1.0
-        scaled = dataclasses.replace(case, sm_scale=sm_scale / large, k_scale=k_scale).with_content(k=(content * large,))
-        verdict = check_case(scaled, "triton")
+    """Of either sign: that of Q is the product's, and fresh rows have one of them. With 3, bases move in most tiles."""
+    for turn, (prefix, tree_kv) in enumerate(((400, "fresh"), (96, "fresh"), (333, "logical"))):
+        dtype, kv_dtype = KINDS[turn % 4]
+        case = latent([9], [prefix], 8, Options(kv_dtype=kv_dtype), dtype=dtype, page_size=64, tree_kv=tree_kv)
+        verdict = check_case(dataclasses.replace(worth(case, k_scale), sm_scale=sm_scale), "triton")
         assert verdict.ok, f"{prefix}: {verdict.message}\n{case.describe()}"
 
 
@@ -785,9 +792,9 @@ def test_mla_fp8_scales(sm_scale: float, k_scale: float) -> None:
 @pytest.mark.usefixtures("on_host_latents")
 def test_mla_fp8_random_cases(seed: int, source: str) -> None:
     dtype, kv_dtype = KINDS[seed % 4]
+    options = Options(shared_kv=True, head_dim_v=512, kv_dtype=kv_dtype, scales=SCALES[seed % 3])
     case = random_case(seed, dtype=dtype, head_dim=576, batch=1 + seed % 3, max_prefix=200, source=source,
-                       max_width=(8, 17)[seed % 2], num_kv_heads=1, cache="paged",
-                       options=Options(shared_kv=True, head_dim_v=512, kv_dtype=kv_dtype, scales=SCALES[seed % 3]))  # fmt: skip
+                       max_width=(8, 17)[seed % 2], num_kv_heads=1, cache="paged", options=options)  # fmt: skip
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
