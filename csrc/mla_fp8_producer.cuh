@@ -91,10 +91,10 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   }
 
   // What this warp has written of a part is there.
-  __device__ __forceinline__ void arrive(const Spot& at) const {
+  static __device__ __forceinline__ void arrive(u32 full) {
     fence_async_proxy();
     __syncwarp();
-    if (thread_in_block() % 32 == 0) barrier_arrive(at.full, FILL_ARRIVALS / 4);
+    if (thread_in_block() % 32 == 0) barrier_arrive(full, FILL_ARRIVALS / 4);
   }
 
   // --- numbers of the cache ---------------------------------------------------------------------------------------------
@@ -125,9 +125,8 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     copy_async_commit();
   }
 
-  // 16 numbers to a panel, from `to` on of this thread's row.
-  static __device__ __forceinline__ void put(u32 to, const u32 (&numbers)[4]) {
-    u32 made[8];
+  // 16 numbers, as numbers of T.
+  static __device__ __forceinline__ void widen_all(u32 (&made)[8], const u32 (&numbers)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       u32 first, last;
@@ -135,21 +134,33 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
       made[2 * i] = narrow_halves<T>(first);
       made[2 * i + 1] = narrow_halves<T>(last);
     }
-    store_shared_16(to, made[0], made[1], made[2], made[3]);
-    store_shared_16(to ^ 16, made[4], made[5], made[6], made[7]);
   }
 
-  // A panel that was asked for to a part's place.
-  __device__ __forceinline__ void bring(const Spot& at, u32 third, u32 index) const {
+  // A panel that was asked for to its part's place. The part before is `due` to be reported, 0 if none is: behind the numbers
+  // of this one, when its stores have had time, and ahead of the wait for a place, which may be for readers of it.
+  __device__ __forceinline__ void bring(u32 third, u32 index, u32& due) const {
+    const u32 part = part_at(index);
+    const Spot at = spot(part);
     copy_async_wait<MLA_ASKED - 1>();
-    u32 numbers[2][4];
+    u32 numbers[2][4], made[2][8];
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) load_shared_16(numbers[half], arriving(third, index, half));
-    if (within_part(index) == 0) wait_empty(at, part_at(index));
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) widen_all(made[half], numbers[half]);
+    if (within_part(index) == 0) {
+      pin(made[0]);
+      pin(made[1]);
+      if (index > 0 || due != 0) arrive(due);
+      due = at.full;
+      wait_empty(at, part);
+    }
     const u32 to = at.to + within_part(index) * MLA_PANEL_BYTES + place_of(2 * piece());
 #pragma unroll
-    for (u32 half = 0; half < 2; ++half) put(to + half * 32 * 128, numbers[half]);
-    if (within_part(index) == panels_of(part_at(index)) - 1) arrive(at);
+    for (u32 half = 0; half < 2; ++half) {
+      const u32 row = to + half * 32 * 128;
+      store_shared_16(row, made[half][0], made[half][1], made[half][2], made[half][3]);
+      store_shared_16(row ^ 16, made[half][4], made[half][5], made[half][6], made[half][7]);
+    }
   }
 
   // --- rows of 16 bits --------------------------------------------------------------------------------------------------
@@ -227,6 +238,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
       behind.next_item();
       this->publish(behind);
     }
+    u32 due = 0;
 #pragma unroll 1
     for (i32 tile = 0; tile < cached; ++tile) {
       bool more = true;
@@ -236,12 +248,13 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
           more = tile + 1 < cached;
           if (more) locate(rows, at, tile + 1, cached, pages);
         }
-        bring(spot(part_at(index)), third, index);
+        bring(third, index, due);
         ask(rows, index < THIRD ? third : THIRD_BYTES - third, (index + MLA_ASKED) % MLA_PANELS, more);
       }
       pass_tile();
       third = THIRD_BYTES - third;
     }
+    if (due != 0) arrive(due);
 #pragma unroll 1
     for (i32 tile = cached; tile < tiles; ++tile) {
       const i32 unit = fp8_unit(at, tile, cached);
