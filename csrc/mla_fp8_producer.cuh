@@ -6,9 +6,9 @@
 // barrier), and writes them as two pieces of 16 bytes. Rows are found one by one: there are no tensor copies, and pages of
 // any size are the same.
 //
-// A tile's parts are brought in the order in which scores take them, each by all threads. Nobody waits for ever: who waits
-// for a place of a ring waits until a tile has been multiplied with V that is two tiles back at least, which needs the
-// parts of the tile behind it and of no other.
+// A tile's parts are brought one after another, each by all threads: the rope part, whose place is free first, then the
+// quarters as scores take them. Nobody waits for ever: who waits for a place of a ring waits until a tile is done that is
+// two tiles back at least, which needs the parts of that tile and of the one behind it.
 //
 // Q and fresh rows have 16 bits and are copied to the rings as they are.
 //
@@ -27,7 +27,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   using Memory = typename MlaFp8Shared<Q_STEPS, LATENTS, ROPES>::Layout;
   using Base::lane;
   using Base::p;
-  static constexpr u32 PARTS = 5, ROPE = 2;  // of a tile; the number of the rope part
+  static constexpr u32 PARTS = 5, ROPE = 0;  // of a tile; the number of the rope part
   static constexpr u32 THIRD = MLA_PANELS / 3, THIRD_BYTES = THIRD * ASKED_BYTES;
   static_assert(MLA_ASKED == 2 * THIRD, "thirds of a tile take turns");
   using Rows = u64[2];  // where this thread's piece of the first panel is, of both of its rows; bit 0: the row is 0
@@ -51,9 +51,9 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   // Where piece `number` of its row is in a panel, of eight.
   static __device__ __forceinline__ u32 place_of(u32 number) { return row() * 128 + ((number ^ row() % 8) << 4); }
 
-  // --- parts of a tile: quarters 0 and 1, the rope part, quarters 3 and 2 -----------------------------------------------
+  // --- parts of a tile: the rope part, quarters 0, 1, 3 and 2 -----------------------------------------------------------
 
-  static __device__ __forceinline__ constexpr u32 quarter_of(u32 part) { return part < ROPE ? part : 6 - part; }
+  static __device__ __forceinline__ constexpr u32 quarter_of(u32 part) { return part < 3 ? part - 1 : 6 - part; }
   static __device__ __forceinline__ constexpr u32 panels_of(u32 part) { return part == ROPE ? 1 : 2; }
   static __device__ __forceinline__ constexpr u32 first_panel(u32 part) {
     return (part == ROPE ? LATENT_DIMS : quarter_dim(quarter_of(part))) / PANEL_COLUMNS;
@@ -65,7 +65,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
       return {shared_address(memory.ropes[rope.stage()]), full, full + 8 * ROPES, rope.phase()};
     }
     const u32 half = quarter_of(part) % HALVES;
-    const Place<LATENTS> at = part < ROPE ? latent : latent.next();
+    const Place<LATENTS> at = part < 3 ? latent : latent.next();
     const u32 full = shared_address(&memory.latent_full[half][at.stage()]);
     return {shared_address(memory.latents[half][at.stage()]), full, full + 8 * HALVES * LATENTS, at.phase()};
   }
@@ -100,10 +100,8 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   // --- numbers of the cache ---------------------------------------------------------------------------------------------
 
   // Panel number `index` of those that a tile's parts bring.
-  static __device__ __forceinline__ constexpr u32 part_at(u32 index) { return index <= 4 ? index / 2 : (index + 1) / 2; }
-  static __device__ __forceinline__ constexpr u32 within_part(u32 index) {
-    return index == 4 ? 0 : (index + (index > 4 ? 1 : 0)) % 2;
-  }
+  static __device__ __forceinline__ constexpr u32 part_at(u32 index) { return (index + 1) / 2; }
+  static __device__ __forceinline__ constexpr u32 within_part(u32 index) { return index == 0 ? 0 : (index - 1) % 2; }
   static __device__ __forceinline__ constexpr u32 panel_at(u32 index) {
     return first_panel(part_at(index)) + within_part(index);
   }
