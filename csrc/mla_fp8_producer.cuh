@@ -92,7 +92,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
 
   // What this warp has written of a part is there.
   static __device__ __forceinline__ void arrive(u32 full) {
-    fence_async_proxy();
+    if (!READERS_FENCE) fence_async_proxy();
     __syncwarp();
     if (thread_in_block() % 32 == 0) barrier_arrive(full, FILL_ARRIVALS / 4);
   }
@@ -148,7 +148,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     if (within_part(index) == 0) {
       pin(made[0]);
       pin(made[1]);
-      if (index > 0 || due != 0) arrive(due);
+      if (index != THIRD && (index > 0 || due != 0)) arrive(due);
       due = at.full;
       wait_empty(at, part);
     }
@@ -242,7 +242,8 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
       bool more = true;
 #pragma unroll
       for (u32 index = 0; index < MLA_PANELS; ++index) {
-        if (index == THIRD) {  // what is asked for from here on is of the next tile
+        if (index == THIRD) {  // what is asked for from here on is of the next tile, which may take long to find
+          arrive(due);
           more = tile + 1 < cached;
           if (more) locate(rows, at, tile + 1, cached, pages);
         }

@@ -84,7 +84,7 @@ struct MlaOutput {
     latent.skip(2);  // Q
 #pragma unroll 1
     for (i32 tile = 0; tile < tiles; ++tile) {
-      const bool threads_copied = tile >= full || (!FP8 && p.page_rows == 0);
+      const bool threads_copied = tile >= full || (FP8 ? READERS_FENCE : p.page_rows == 0);
       const u32 slot = turn % 2;
       barrier_wait(shared_address(&memory.weights_full[slot]), turn / 2 % 2);
       if (seldom(tile > 0 && memory.raised[slot][warp] != 0)) {
