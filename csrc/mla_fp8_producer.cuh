@@ -109,7 +109,8 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   // Where it arrives, of this thread's row of a half. `third`: where the tile's first third does.
   __device__ __forceinline__ u32 arriving(u32 third, u32 index, u32 half) const {
     const u32 begin = index / THIRD % 2 == 0 ? third : THIRD_BYTES - third;
-    return shared_address(memory.asked) + begin + index % THIRD * ASKED_BYTES + half * (ASKED_BYTES / 2) + thread_in_group() * 16;
+    const u32 panel = shared_address(memory.asked) + begin + index % THIRD * ASKED_BYTES;
+    return panel + half * (ASKED_BYTES / 2) + thread_in_group() * 16;
   }
 
   // Ask for a panel, if there is one; one group in any case.

@@ -75,7 +75,8 @@ struct MlaProducer {
   // Where the key is that this lane looks after, given its page and its position in the request or the cache.
   __device__ __forceinline__ u64 cached(u32 page, u32 position, i32 kv_head) const {
     const u32 within = position - page_of(p, position) * p.page_size;
-    return reinterpret_cast<u64>(p.k) + NUMBER * (page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head);
+    const i64 k = page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head;
+    return reinterpret_cast<u64>(p.k) + NUMBER * k;
   }
 
   // Whether some row of the tile sees a node of a mask word.
@@ -86,7 +87,7 @@ struct MlaProducer {
     return (__reduce_or_sync(~0u, seen) >> bit & 1) != 0;
   }
 
-  // Where this lane's key of an edge unit is, of which `key` is its number; bit 0 is set where nothing may be read: the row becomes 0. A score of 0 is masked then,
+  // Where a key of an edge unit is; bit 0 is set where nothing may be read: the row becomes 0. A score of 0 is masked then,
   // and a weight of 0 times V must not be a NaN that lies in a page nobody may see.
   __device__ __forceinline__ u64 edge(const Cursor& at, i32 unit, u32 key) const {
     const i32 word = unit - at.prefix_units, node = word * EDGE_KEYS + key;
