@@ -23,6 +23,7 @@ from treeattn import verify
 from treeattn.capabilities import Asked, missing
 from treeattn.geometry import Geometry
 from treeattn.testing import Options, Placement, build_case, check_case, random_case
+from treeattn.testing.run import asked_of
 from treeattn.testing.trees import chain, star
 
 OPTIONS: tuple[tuple[Options, dict[str, Any]], ...] = (
@@ -30,6 +31,7 @@ OPTIONS: tuple[tuple[Options, dict[str, Any]], ...] = (
     (Options(window_left=9, windowed=True, logits_soft_cap=5.0), {"head_dim": 128}),
     (Options(kv_dtype=torch.float8_e4m3fn, scales="heads"), {"head_dim": 128, "tree_kv": "fresh"}),
     (Options(kv_dtype=torch.float8_e5m2, scales="tensor"), {"head_dim": 64, "tree_kv": "slots"}),
+    (Options(kv_dtype=torch.float8_e4m3fn, scales="float"), {"head_dim": 128, "group": 8, "max_prefix": 3000}),
     (Options(head_dim_v=512, shared_kv=True), {"head_dim": 576, "num_kv_heads": 1, "group": 8}),
     (
         Options(head_dim_v=512, shared_kv=True, kv_dtype=torch.float8_e4m3fn, scales="float"),
@@ -39,6 +41,7 @@ OPTIONS: tuple[tuple[Options, dict[str, Any]], ...] = (
     (Options(part="prefix"), {"head_dim": 128}),
     (Options(part="tree"), {"head_dim": 128}),
     (Options(batch_invariant=True), {"head_dim": 128, "max_prefix": 5000}),
+    (Options(window_left=30, sinks=True), {"head_dim": 256}),
 )
 """Options as models have them, and the case that each needs."""
 
@@ -78,15 +81,18 @@ def attention(backend: str) -> int:
     return wrong + (not check_case(wide, backend).ok)
 
 
-def options() -> int:
+def options(backend: str) -> int:
+    """Each of `OPTIONS` that the backend covers."""
     wrong = 0
     for seed, (chosen, pins) in enumerate(OPTIONS):
-        for page_size in (1, 64):
+        for page_size, number in ((1, seed), (64, seed + len(OPTIONS))):
             case = random_case(
-                seed, device="cuda", dtype=torch.bfloat16, batch=2, page_size=page_size, options=chosen, **pins
+                number, device="cuda", dtype=torch.bfloat16, batch=2, page_size=page_size, options=chosen, **pins
             )
+            if missing(backend, "cuda", asked_of(case)) is not None:
+                continue
             for path in ("plain", "static"):
-                verdict = check_case(case, "triton", path)
+                verdict = check_case(case, backend, path)
                 if not verdict.ok:
                     wrong += 1
                     print(f"WRONG {path}: {verdict.message}\n  {case.describe()}")
@@ -130,9 +136,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     backend = parser.parse_args().backend
-    wrong = attention(backend)
+    wrong = attention(backend) + options(backend)
     if backend == "triton":
-        wrong += options() + layout_and_verify()
+        wrong += layout_and_verify()
     torch.cuda.synchronize()
     print("sanitize run: " + ("all right" if not wrong else f"{wrong} wrong"))
     return int(wrong > 0)
