@@ -31,6 +31,7 @@ OPTIONS: tuple[tuple[Options, dict[str, Any]], ...] = (
     (Options(window_left=9, windowed=True, logits_soft_cap=5.0), {"head_dim": 128}),
     (Options(kv_dtype=torch.float8_e4m3fn, scales="heads"), {"head_dim": 128, "tree_kv": "fresh"}),
     (Options(kv_dtype=torch.float8_e5m2, scales="tensor"), {"head_dim": 64, "tree_kv": "slots"}),
+    (Options(kv_dtype=torch.float8_e4m3fn, scales="float"), {"head_dim": 128, "group": 8, "max_prefix": 3000}),
     (Options(head_dim_v=512, shared_kv=True), {"head_dim": 576, "num_kv_heads": 1, "group": 8}),
     (
         Options(head_dim_v=512, shared_kv=True, kv_dtype=torch.float8_e4m3fn, scales="float"),
@@ -40,6 +41,7 @@ OPTIONS: tuple[tuple[Options, dict[str, Any]], ...] = (
     (Options(part="prefix"), {"head_dim": 128}),
     (Options(part="tree"), {"head_dim": 128}),
     (Options(batch_invariant=True), {"head_dim": 128, "max_prefix": 5000}),
+    (Options(window_left=30, sinks=True), {"head_dim": 256}),
 )
 """Options as models have them, and the case that each needs."""
 
@@ -80,17 +82,13 @@ def attention(backend: str) -> int:
 
 
 def options(backend: str) -> int:
-    """All of them for Triton's kernels; for those of csrc what has kernels of its own, FP8 caches and MLA."""
+    """Each of `OPTIONS` that the backend covers."""
     wrong = 0
     for seed, (chosen, pins) in enumerate(OPTIONS):
-        aligned: dict[str, Any] = {}
-        if backend == "cuda":
-            if not chosen.shared_kv and chosen.kv_dtype is None:
-                continue
-            aligned = {"cache": "paged", "strided_q": False}
-        for page_size in (1, 64):
-            given = {"dtype": torch.bfloat16, "batch": 2, "page_size": page_size, **pins, **aligned}
-            case = random_case(seed, device="cuda", options=chosen, **given)
+        for page_size, number in ((1, seed), (64, seed + len(OPTIONS))):
+            case = random_case(
+                number, device="cuda", dtype=torch.bfloat16, batch=2, page_size=page_size, options=chosen, **pins
+            )
             if missing(backend, "cuda", asked_of(case)) is not None:
                 continue
             for path in ("plain", "static"):

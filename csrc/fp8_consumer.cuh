@@ -9,7 +9,7 @@
 //   which row r + 8 i is dim 2 r + i.
 // - scores leave the products with a key a row; stmatrix.trans writes the weights with a query row a row.
 //
-// K and V are given back as soon as they are in registers. The weights of a tile are seen by all four warps, which meet
+// K and V are given back together, when both are in registers. The weights of a tile are seen by all four warps, which meet
 // once a tile for that, and say there whether some row's base has to move (as in consumer.cuh; a thread looks at the sum
 // of a row's two weights). Then the four warps agree on maxima through shared memory and make the weights again.
 //
@@ -566,7 +566,6 @@ struct Fp8Consumer {
     u32 k[4 * K_STEPS], v[SLABS][4 * V_STEPS];
     take_k(k, wait_full(0));
     pin(k);
-    release(0);
     // Not behind the next product, though that waits by itself: ptxas allows no products on their way that read registers
     // which were made meanwhile. And in a branch, ahead of which the numbers of K are made, under the product with V.
     if (tile > 0) finish_v(out);
@@ -576,6 +575,8 @@ struct Fp8Consumer {
     for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
       for (int half = 0; half < 2; ++half) take_v(v[slab] + 8 * half, v_slot, slab, half);
+    fence_async_proxy();  // under the product with K
+    release(0);
     release(1);
     wgmma_wait<0>();
     pin(scores);
@@ -609,8 +610,9 @@ struct Fp8Consumer {
     {
       u32 k[4 * K_STEPS];
       take_fresh_k(k, wait_full(0), at, unit);
-      release(0);
       multiply_k<T>(scores, k);
+      fence_async_proxy();
+      release(0);
       wgmma_wait<0>();
       pin(scores);
     }
@@ -619,6 +621,7 @@ struct Fp8Consumer {
     softmax<T>(scores, 1.f, out, sum, part, weights, tile == 0);
     add(sum, part);
     multiply_fresh(out, wait_full(1), weights, at, unit, tile, v_factor);
+    fence_async_proxy();
     release(1);
     place = place.next();
   }

@@ -89,17 +89,16 @@ struct MlaScores {
     return at;
   }
 
-  // Q of the item, which comes through the rings as a tile does. `sign`: of scales, as q_sign.
+  // Q of the item, which comes through the rings as a tile does; `sign`: of scales, as q_sign. Its parts are given back
+  // together, behind the fence: an arrival does not wait for loads from shared memory, and tensor copies to where they read
+  // from are not queued behind them.
   __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], u32 sign) {
     threads_sync<128>(SCORES_BARRIER);  // products of the item before are done in all warps: what is kept may go
     barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
     keep(kept(MLA_PANELS - 1), shared_address(memory.ropes[rope.stage()]), sign);
-    release(memory.rope_empty[rope.stage()]);
-    rope = rope.next();
 #pragma unroll
     for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
-      const Place<LATENTS> at = wait_quarter(quarter);
-      const u32 from = shared_address(memory.latents[quarter % HALVES][at.stage()]);
+      const u32 from = shared_address(memory.latents[quarter % HALVES][wait_quarter(quarter).stage()]);
 #pragma unroll
       for (u32 panel = 2 * quarter; panel < 2 * quarter + 2; ++panel) {
         if (panel < IN_REGISTERS)
@@ -107,11 +106,16 @@ struct MlaScores {
         else
           keep(kept(panel), from + panel % 2 * MLA_PANEL_BYTES, sign);
       }
-      release(memory.latent_empty[quarter % HALVES][at.stage()]);
     }
-    latent = latent.next().next();
+    pin(q);
     fence_async_proxy();
     threads_sync<128>(SCORES_BARRIER);
+    release(memory.rope_empty[rope.stage()]);
+#pragma unroll
+    for (u32 quarter = 0; quarter < QUARTERS; ++quarter)
+      release(memory.latent_empty[quarter % HALVES][(quarter < HALVES ? latent : latent.next()).stage()]);
+    rope = rope.next();
+    latent = latent.next().next();
   }
 
   // scores (+)= 64 dims of Q K^T: panel number `panel` of Q, of which the rope part is the last and the first comes first.

@@ -95,7 +95,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 #endif
 }
 
-// What this thread has written to shared memory (cp.async too, once waited for) is seen by wgmma from here on.
+// What this thread has written to shared memory (cp.async too, once waited for) is seen by wgmma from here on; and what it
+// has read may be overwritten by tensor copies. An arrival alone does not wait for loads, and tensor copies do not queue
+// behind them: where loads are held up (stores of other warps that miss the TLB), they would read what comes next.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- asynchronous copies --------------------------------------------------------------------------------------------
