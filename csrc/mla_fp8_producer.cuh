@@ -40,6 +40,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   Memory& memory;
   Place<LATENTS> latent;  // of the tile's first quarters, in both rings
   Place<ROPES> rope;
+  u32 asked = 0, written = 0;  // of this thread: where its pieces arrive, and where it writes its numbers in a panel
 
   __device__ __forceinline__ MlaFp8Producer(const AttentionParams& params, Memory& shared)
       : Base(params, shared), memory(shared) {}
@@ -109,8 +110,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   // Where it arrives, of this thread's row of a half. `third`: where the tile's first third does.
   __device__ __forceinline__ u32 arriving(u32 third, u32 index, u32 half) const {
     const u32 begin = index / THIRD % 2 == 0 ? third : THIRD_BYTES - third;
-    const u32 panel = shared_address(memory.asked) + begin + index % THIRD * ASKED_BYTES;
-    return panel + half * (ASKED_BYTES / 2) + thread_in_group() * 16;
+    return asked + begin + index % THIRD * ASKED_BYTES + half * (ASKED_BYTES / 2);
   }
 
   // Ask for a panel, if there is one; one group in any case.
@@ -153,7 +153,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
       due = at.full;
       wait_empty(at, part);
     }
-    const u32 to = at.to + within_part(index) * MLA_PANEL_BYTES + place_of(2 * piece());
+    const u32 to = at.to + within_part(index) * MLA_PANEL_BYTES + written;
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
       const u32 row = to + half * 32 * 128;
@@ -265,6 +265,8 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
 
   __device__ __forceinline__ void run(u32 warp) {
     this->find_lane();
+    asked = shared_address(memory.asked) + thread_in_group() * 16;
+    written = place_of(2 * piece());
     if (warp == 3) this->publish(latent);
     for (;;) {
       barrier_wait(shared_address(&memory.item_full[latent.item_slot()]), latent.item_phase());

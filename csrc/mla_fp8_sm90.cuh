@@ -3,7 +3,7 @@
 //   products        as there                                                                                       2176
 //   shared memory   K 576, V 512; five panels of Q 320; P 64 in, 256 out; rows of the cache 288 in and 288 out,
 //                   their numbers in 16 bits 576                                                                   2880
-//   instructions    of each of the producer's warps, one a scheduler: 1000 to make bf16, 580 to make float16
+//   instructions    of each of the producer's warps, one a scheduler: 1050 to make bf16, 620 to make float16
 //   registers       the producer 64, which leaves the scores 128: four panels of Q, 64; sums 160 as there
 // From L2 a block reads 13 bytes a clock, half of what the 16-bit kernel does, and 24 KB are on their way. The rings hold two
 // tiles: when a quarter has been multiplied with V, it is made anew of the tile after next, while the other products run.

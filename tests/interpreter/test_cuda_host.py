@@ -799,6 +799,17 @@ def test_mla_fp8_random_cases(seed: int, source: str) -> None:
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
+@CANARY_ONLY
+@pytest.mark.parametrize("tree_kv", ["slots", "fresh"])
+@pytest.mark.usefixtures("on_host_latents")
+def test_mla_fp8_two_kv_heads(tree_kv: str) -> None:
+    """Of which each has a scale."""
+    options = Options(shared_kv=True, head_dim_v=512, kv_dtype=E4M3, scales="heads")
+    case = shaped([9, 3], [200, 70], (8, 2), 576, options=options, tree_kv=tree_kv, page_size=16)
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
 class CachedLatentSetting(LatentSetting):
     """The same with an FP8 cache."""
 
