@@ -20,7 +20,7 @@
 
 namespace treeattn {
 
-constexpr int MLA_THREADS = 512;
+constexpr int MLA_THREADS = 512, MLA_LAUNCH_REGISTERS = 128;  // of a thread, before the roles split
 constexpr int MLA_PRODUCER_REGISTERS = 32, MLA_SCORES_REGISTERS = 160, MLA_OUTPUT_REGISTERS = 160;  // 512 in all
 
 template <class Memories, class Producer, class Scores, class Output, int PRODUCER_REGISTERS = MLA_PRODUCER_REGISTERS,
@@ -49,7 +49,7 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
     give_registers<PRODUCER_REGISTERS>();
     producer.run(uniform(warp % 4));
   } else if (group == 2) {
-    take_registers<SCORES_REGISTERS>();
+    if constexpr (SCORES_REGISTERS > MLA_LAUNCH_REGISTERS) take_registers<SCORES_REGISTERS>();
     Scores scores(p, memory, uniform(warp % 4), lane);
     scores.run();
   } else {
