@@ -301,13 +301,15 @@ struct Fp8Consumer {
     float greatest[4] = {0.f, 0.f, 0.f, 0.f};  // four chains
     scale = made_anew(scale);  // products kept for `raise`, or for another turn, would cost one instruction more a score
     const u32 row = to + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
-    const float* const base = exchange.base[turn] + lane % 4 * 2;
+    Each base;  // on their way together
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) base[i] = exchange.base[turn][i / 2 * 8 + lane % 4 * 2 + i % 2];
     u32 held[2];
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
       float weight[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) weight[i] = exp2_approx(scores[4 * j + i] * scale - base[8 * j + i % 2]);
+      for (int i = 0; i < 4; ++i) weight[i] = exp2_approx(scores[4 * j + i] * scale - base[2 * j + i % 2]);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         part[2 * j + odd] = weight[odd] + weight[2 + odd];
