@@ -168,7 +168,6 @@ def auto_on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def chosen(backend: str, device: torch.device, asked: Asked, size: backends.Size | None = None) -> str:
         return choose_backend("cuda", 90, asked, size) if backend == "auto" else backend
 
-    monkeypatch.setattr(backends, "HELD_BACK", frozenset())
     covers = CAPABILITIES["cuda"]
     monkeypatch.setitem(CAPABILITIES, "cuda", dataclasses.replace(covers, devices={**covers.devices, "cpu": "a CPU"}))
     monkeypatch.setattr(backends, "chosen", chosen)
