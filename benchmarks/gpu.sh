@@ -52,7 +52,11 @@ for name in "${@:-bench}"; do
           compute-sanitizer --tool "$tool" --error-exitcode 9 python3 benchmarks/sanitize.py --backend cuda
       done
       ;;
-    check) stage check python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$OUT" --cases "$CASES" ;;
+    check)
+      for backend in triton cuda; do
+        stage "check-$backend" python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$OUT" --cases "$CASES" --backend "$backend"
+      done
+      ;;
     demo)
       stage demo python3 -m treeattn demo --device cuda
       stage demo-bf16 python3 -m treeattn demo --device cuda --dtype bfloat16

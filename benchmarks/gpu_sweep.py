@@ -6,6 +6,9 @@ Runs ``treeattn check --device cuda --backend triton`` over ``--cases`` random c
 bit in each of ``--fault-cases``, which must fail. What came out is put into `gpu-tests.json` under ``check``, beside
 what benchmarks/gpu_tests.py wrote. The exit status is 0 only if nothing was wrong, every option occurred at least
 ``LEAST_OPTION`` times, every legal pair at least ``LEAST_PAIR`` times, and the fault was caught.
+
+``--backend cuda`` sweeps the kernels of csrc instead, to ``check-cuda``: of the same cases they refuse what they do not
+cover, and the counts are of those that ran.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ LEAST_OPTION = 100
 LEAST_PAIR = 10
 
 
-def check(cases: int, *more: str) -> tuple[int, dict[str, Any]]:
+def check(backend: str, cases: int, *more: str) -> tuple[int, dict[str, Any]]:
     """Run ``treeattn check``; its exit status and what it wrote, nothing if it wrote nothing."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "check.json")
-        command = [sys.executable, "-m", "treeattn", "check", "--device", "cuda", "--backend", "triton", "--quiet"]
+        command = [sys.executable, "-m", "treeattn", "check", "--device", "cuda", "--backend", backend, "--quiet"]
         command += ["--cases", str(cases), "--json", str(report), *more]
         status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         return status, json.loads(report.read_text()) if report.exists() else {}
@@ -56,6 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--git-rev", required=True, help="revision that is checked, recorded in the result")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks/results")))
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--fault-cases", type=int, default=60)
     parser.add_argument("--jobs", type=int, help="processes (default: treeattn check's own)")
@@ -63,17 +67,24 @@ def main() -> int:
     jobs = [] if options.jobs is None else ["--jobs", str(options.jobs)]
 
     sys.path.insert(0, str(ROOT))
-    status, found = check(options.cases, *jobs)
+    backend = options.backend
+    status, found = check(backend, options.cases, *jobs)
     if not found:
         print("the check wrote no report")
         return 1
     names, pairs = legal_names()
-    option, least_option = rarest(found["drawn"]["options"], names)
-    pair, least_pair = rarest(found["drawn"]["pairs"], pairs)
-    fault_status, fault = check(options.fault_cases, "--inject-fault", "--show", "2", *jobs)
+    counts = found["drawn"]
+    if backend == "cuda":
+        counts = found["backends"][backend]["ran"]
+        names = {name for name in names if counts["options"][name]}
+        pairs = {pair for pair in pairs if counts["pairs"][pair]}
+    option, least_option = rarest(counts["options"], names)
+    pair, least_pair = rarest(counts["pairs"], pairs)
+    fault_status, fault = check(backend, options.fault_cases, "--inject-fault", "--show", "2", *jobs)
     record = {
         "git_rev": options.git_rev,
         "cases": options.cases,
+        "cases_that_ran": found["backends"][backend]["ran"]["cases"],
         "runs": found["runs"],
         "failures": len(found["failures"]),
         "refused": {name: backend["refused"] for name, backend in found["backends"].items()},
@@ -88,9 +99,10 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "gpu-tests.json"
     whole = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(whole | {"check": record}, indent=2) + "\n")
+    whole["check" if backend == "triton" else f"check-{backend}"] = record
+    path.write_text(json.dumps(whole, indent=2) + "\n")
     print(json.dumps(record, indent=1))
-    often = least_option >= LEAST_OPTION and least_pair >= LEAST_PAIR
+    often = found["runs"] > 0 if backend == "cuda" else (least_option >= LEAST_OPTION and least_pair >= LEAST_PAIR)
     right = status == 0 and not found["failures"]
     caught = fault_status == 1 and record["injected_fault"]["caught"] > 0
     for name, holds in {"the options occurred": often, "all right": right, "the fault was caught": caught}.items():

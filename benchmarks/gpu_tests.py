@@ -145,8 +145,9 @@ def main() -> int:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "gpu-tests.json"
-    kept = json.loads(path.read_text()).get("check") if path.exists() else None  # benchmarks/gpu_sweep.py's
-    path.write_text(json.dumps(result | ({"check": kept} if kept else {}), indent=2) + "\n")
+    before = json.loads(path.read_text()) if path.exists() else {}
+    kept = {name: value for name, value in before.items() if name.startswith("check")}  # benchmarks/gpu_sweep.py's
+    path.write_text(json.dumps(result | kept, indent=2) + "\n")
     if outcome.failed:
         (options.out / "gpu-tests.log").write_text(outcome.log)
     print(outcome.log[-6000:])

@@ -40,7 +40,8 @@ stage step 0 python3 -m treeattn bench step --out "$parts/step.json"
 ) &
 tests tests 15 "not weights and not csrc" &
 tests csrc 6 csrc &
-stage sweep 1 python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$parts/sweep" --jobs 8 &
+stage sweep 1 python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$parts/sweep" --jobs 6 &
+stage sweep-cuda 1 python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$parts/sweep-cuda" --jobs 4 --backend cuda &
 (
   stage sanitize 1 bash benchmarks/gpu.sh sanitize
   stage sanitize-cuda 1 bash benchmarks/gpu.sh sanitize-cuda
@@ -59,12 +60,12 @@ if gqa and step:
     from treeattn.bench.run import save
     gqa["rows"] += step["rows"]
     save(gqa, out / "h200-gqa.json")
-tests, csrc, sweep = read("tests/gpu-tests.json"), read("csrc/gpu-tests.json"), read("sweep/gpu-tests.json")
+tests, csrc = read("tests/gpu-tests.json"), read("csrc/gpu-tests.json")
 if tests:
     if csrc:
         tests["csrc"] = {key: csrc[key] for key in ("passed", "failed", "skipped")}
-    if sweep:
-        tests["check"] = sweep["check"]
+    for name in ("sweep", "sweep-cuda"):
+        tests |= read(f"{name}/gpu-tests.json") or {}
     (out / "gpu-tests.json").write_text(json.dumps(tests, indent=2) + "\n")
 EOF
 for log in "$logs"/*; do

@@ -77,20 +77,25 @@ struct Fp8Consumer {
 
   // --- Q --------------------------------------------------------------------------------------------------------------
 
+  static constexpr u32 Q_PARTS = ROWS * K_STEPS, Q_TURNS = (Q_PARTS + 127) / 128;  // of 16 dims of a row; a thread's
+
+  // Where a part of Q is: its first 8 dims; the others are at this ^ 16.
+  __device__ __forceinline__ u32 q_part(u32 part) const {
+    const u32 row = part / K_STEPS, step = part % K_STEPS;
+    return q_address + step / 4 * Q_PANEL + row * 128 + ((step % 4 * 2 ^ row % 8) << 4);
+  }
+
   // Exponent (as bits of a float32 or bf16) of Q's greatest number.
-  __device__ __forceinline__ u32 greatest_exponent() const {
+  __device__ __forceinline__ u32 greatest_exponent(const u32 (&q)[Q_TURNS][2][4]) const {
     u32 greatest = 0;
-#pragma unroll 1
-    for (u32 at = thread_in_group() * 16; at < ROWS * HEAD_DIM * 2; at += 128 * 16) {
-      u32 part[4];
-      load_shared_16(part, q_address + at);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const u32 low = part[i] & 0x7FFF, high = part[i] >> 16 & 0x7FFF;
+    for (u32 turn = 0; turn < Q_TURNS; ++turn)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const u32 both = q[turn][i / 4][i % 4], low = both & 0x7FFF, high = both >> 16 & 0x7FFF;
         if (low < 0x7F80 && low > greatest) greatest = low;  // inf and NaN are their row's own business
         if (high < 0x7F80 && high > greatest) greatest = high;
       }
-    }
     greatest = __reduce_max_sync(~0u, greatest);
     u32* const of_warps = exchange.words[0][0];
     if (lane == 0) of_warps[warp] = greatest;
@@ -106,25 +111,38 @@ struct Fp8Consumer {
     return pack<Fp16>(__int_as_float(both << 16) * factor, __int_as_float(both & 0xFFFF0000) * factor);
   }
 
-  // Q as float16, with each 16 dims in the order of K's fragments: pairs 0 2 4 6 1 3 5 7.
-  __device__ __forceinline__ void order_q(float factor) const {
-#pragma unroll 1
-    for (u32 part = thread_in_group(); part < ROWS * K_STEPS; part += 128) {
-      const u32 row = part / K_STEPS, step = part % K_STEPS;
-      const u32 at = q_address + step / 4 * Q_PANEL + row * 128 + ((step % 4 * 2 ^ row % 8) << 4);
-      u32 a[4], b[4];
-      load_shared_16(a, at);
-      load_shared_16(b, at ^ 16);
+  // Q in shared memory as float16, with each 16 dims in the order of K's fragments: pairs 0 2 4 6 1 3 5 7. Returns what
+  // scores are to be multiplied by for that.
+  __device__ __forceinline__ float order_q() const {
+    u32 q[Q_TURNS][2][4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a[i] = halves(a[i], factor);
-        b[i] = halves(b[i], factor);
+    for (u32 turn = 0; turn < Q_TURNS; ++turn) {
+      const u32 part = turn * 128 + thread_in_group();
+      if (part < Q_PARTS) {
+        load_shared_16(q[turn][0], q_part(part));
+        load_shared_16(q[turn][1], q_part(part) ^ 16);
       }
-      store_shared_16(at, a[0], a[2], b[0], b[2]);
-      store_shared_16(at ^ 16, a[1], a[3], b[1], b[3]);
+    }
+    float factor = 1.f, inverse = 1.f;
+    if constexpr (!IS_HALF<T>) {
+      const u32 exponent = most(greatest_exponent(q), 15);
+      factor = __int_as_float((268 - exponent) << 23);  // 2^14 to 2^15
+      inverse = __int_as_float((exponent - 14) << 23);
+    }
+#pragma unroll
+    for (u32 turn = 0; turn < Q_TURNS; ++turn) {
+      const u32 part = turn * 128 + thread_in_group();
+      u32(&two)[2][4] = q[turn];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) two[i / 4][i % 4] = halves(two[i / 4][i % 4], factor);
+      if (part < Q_PARTS) {
+        store_shared_16(q_part(part), two[0][0], two[0][2], two[1][0], two[1][2]);
+        store_shared_16(q_part(part) ^ 16, two[0][1], two[0][3], two[1][1], two[1][3]);
+      }
     }
     fence_async_proxy();
     sync();
+    return inverse;
   }
 
   // Wait for the item's Q, or copy the first item's, and make it what the products take. Returns what scores are to be
@@ -141,14 +159,7 @@ struct Fp8Consumer {
     } else {
       barrier_wait(shared_address(&memory.q_full), place.q_phase());
     }
-    if constexpr (IS_HALF<T>) {
-      order_q(1.f);
-      return 1.f;
-    } else {
-      const u32 exponent = most(greatest_exponent(), 15);
-      order_q(__int_as_float((268 - exponent) << 23));  // 2^14 to 2^15
-      return __int_as_float((exponent - 14) << 23);
-    }
+    return order_q();
   }
 
   // Q, which the products took as float16, as T: for tiles with fresh keys, of which Q's products are not done before.
@@ -301,13 +312,15 @@ struct Fp8Consumer {
     float greatest[4] = {0.f, 0.f, 0.f, 0.f};  // four chains
     scale = made_anew(scale);  // products kept for `raise`, or for another turn, would cost one instruction more a score
     const u32 row = to + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
-    const float* const base = exchange.base[turn] + lane % 4 * 2;
+    Each base;  // on their way together
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) base[i] = exchange.base[turn][i / 2 * 8 + lane % 4 * 2 + i % 2];
     u32 held[2];
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
       float weight[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) weight[i] = exp2_approx(scores[4 * j + i] * scale - base[8 * j + i % 2]);
+      for (int i = 0; i < 4; ++i) weight[i] = exp2_approx(scores[4 * j + i] * scale - base[2 * j + i % 2]);
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         part[2 * j + odd] = weight[odd] + weight[2 + odd];
@@ -523,13 +536,20 @@ struct Fp8Consumer {
     finish_rows(at, v_factor);
     const u32 pair = lane / 4;
     const bool whole = at.whole != 0;
+    u64 places[COLUMNS];  // on their way together
+    float factors[COLUMNS];
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+      const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      places[i] = exchange.place[row];
+      factors[i] = exchange.of_warp[0][row];
+    }
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j)
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const int row = 8 * j + lane % 4 * 2 + odd;
-        const u64 to = exchange.place[row];
-        const float factor = exchange.of_warp[0][row];
+        const u64 to = places[2 * j + odd];
+        const float factor = factors[2 * j + odd];
         if (to == 0) continue;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {

@@ -61,19 +61,12 @@ def name_of(row: dict[str, Any]) -> str:
     return f"{row['kind']}-{row['batch']}-{row['q_len']}-{row['prefix']}-{row['qo_heads']}/{row['kv_heads']}"
 
 
-@pytest.fixture
-def nothing_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "HELD_BACK", frozenset())
-
-
-@pytest.mark.usefixtures("nothing_held_back")
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda index: name_of(ROWS[index][1]))
 def test_auto_takes_the_faster_kernels_of_each_committed_row(index: int) -> None:
     file, row, times = ROWS[index]
     assert times[taken(row)] <= 1.04 * min(times.values()), file
 
 
-@pytest.mark.usefixtures("nothing_held_back")
 def test_the_exception_is_a_row_that_needs_it() -> None:
     """The numbers of the comment in choose_backend; where a new run has others, it has to be written anew."""
     assert len(ROWS) >= 42
@@ -104,7 +97,9 @@ TABLE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "two-items": ("cuda", ("cuda", 90, (16, 2, 128), SMALL), {}),
     "two-requests": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(requests=2)), {}),
     "two-row-tiles": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(max_q_len=25)), {}),
-    "mla": ("triton", ("cuda", 90, (8, 1, 576), SMALL), {"head_dim_v": 512, "shared_kv": True}),
+    "mla": ("cuda", ("cuda", 90, (8, 1, 576), SMALL), {"head_dim_v": 512, "shared_kv": True}),
+    "mla-fp8": ("triton", ("cuda", 90, (8, 1, 576), LARGE),
+                {"head_dim_v": 512, "shared_kv": True, "kv_dtype": torch.float8_e4m3fn}),
     "mla-window": ("triton", ("cuda", 90, (8, 1, 576), LARGE),
                    {"head_dim_v": 512, "shared_kv": True, "window_left": 9}),
 }  # fmt: skip
@@ -115,12 +110,6 @@ def test_table(name: str) -> None:
     wanted, (device, arch, heads, size), more = TABLE[name]
     works = {key: more.pop(key) for key in ("cuda_works",) if key in (more := dict(more))}
     assert choose_backend(device, arch, Asked(Geometry.of(*heads, **more)), size, **works) == wanted
-
-
-@pytest.mark.usefixtures("nothing_held_back")
-def test_mla_is_held_back_alone() -> None:
-    mla = Geometry.of(8, 1, 576, head_dim_v=512, shared_kv=True)
-    assert choose_backend("cuda", 90, Asked(mla), SMALL) == "cuda"
 
 
 GEOMETRIES = [

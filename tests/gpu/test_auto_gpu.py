@@ -72,9 +72,8 @@ def test_a_plan_in_a_capture_takes_what_is_loaded() -> None:
 
 @needs_code
 @pytest.mark.parametrize("odd", ["q", "soft-cap"])
-def test_a_call_that_falls_back_is_captured_and_replayed(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_falls_back_is_captured_and_replayed(odd: str) -> None:
     """The plan for Triton's tiles is in the graph: it is right for the trees of later updates."""
-    monkeypatch.setattr("treeattn.backends.HELD_BACK", frozenset())
     options: dict[str, Any] = {"num_kv_heads": 2, "group": 4, "head_dim": 128}
     if odd == "soft-cap":
         options = {"num_kv_heads": 1, "group": 8, "head_dim": 576}
@@ -117,12 +116,9 @@ def test_a_call_that_falls_back_is_captured_and_replayed(odd: str, monkeypatch: 
 
 
 @needs_code
-def test_mla_is_the_cuda_backends_if_not_held_back_and_a_window_in_it_is_tritons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mla_is_the_cuda_backends_and_a_window_in_it_is_tritons() -> None:
     windowed = Options(head_dim_v=512, shared_kv=True, window_left=9)
-    for options, held, wanted in ((MLA, {"mla"}, "triton"), (MLA, set(), "cuda"), (windowed, set(), "triton")):
-        monkeypatch.setattr("treeattn.backends.HELD_BACK", held)
+    for options, wanted in ((MLA, "cuda"), (windowed, "triton")):
         case = random_case(5, device=GPU, dtype=torch.bfloat16, head_dim=576, num_kv_heads=1, batch=2, options=options)
         assert treeattn.plan(case.layout(), case.kv(), **group_of(case)).backend == wanted
         result = run_plain(case)

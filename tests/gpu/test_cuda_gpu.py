@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from option_bodies import (
     merged_parts_are_the_whole,
     rows_do_not_depend_on_the_batch,
 )
+from repeated_calls import RepeatedCalls
 from settings_of_tests import Setting
 
 import treeattn
@@ -147,28 +151,9 @@ def test_random_cases(part: int) -> None:
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 8)], ids=["c1", "c2", "c3"])
 def test_the_same_bits_again_and_again(heads: tuple[int, int], dim: int, kv_dtype: torch.dtype) -> None:
     """One input a thousand times, by calls and by replays of a graph."""
-    batch, q_len, prefix = 4, 8 if heads == (8, 1) else 17, 5000
-    pages = batch * 80
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (pages, 64, heads[1], dim)
-    k, v = (torch.randn(shape, device="cuda", generator=generator).to(kv_dtype) for _ in range(2))
-    q = torch.randn(batch * q_len, heads[0], dim, device="cuda", generator=generator).bfloat16()
-    table = torch.randperm(pages, device="cuda", generator=generator).int().view(batch, 80)
-    layout = treeattn.TreeLayout.chain(torch.full((batch,), prefix, dtype=torch.int32, device="cuda"), q_len)
-    kv = treeattn.PagedKV(block_table=table, page_size=64)
-    step = treeattn.plan(layout, kv, *heads, dim, dtype=q.dtype, kv_dtype=kv_dtype, backend="cuda")
-    out = torch.empty_like(q)
-    treeattn.tree_attention(q, k, v, step, out=out)
-    first = out.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        treeattn.tree_attention(q, k, v, step, out=out)
-    differ = torch.zeros((), dtype=torch.int64, device="cuda")
-    for turn in range(1000):
-        out.fill_(float("nan"))
-        graph.replay() if turn % 2 else treeattn.tree_attention(q, k, v, step, out=out)
-        differ += (out != first).any()
-    assert int(differ) == 0
+    repeated = RepeatedCalls(heads, dim, kv_dtype)
+    repeated.run(1000)
+    assert repeated.unlike == 0, repeated
 
 
 OPTIONS: dict[str, Options] = {
@@ -372,27 +357,25 @@ def test_mla_fp8_random_cases(part: int) -> None:
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_mla_the_same_bits_again_and_again(heads: int, kv_dtype: torch.dtype) -> None:
-    """One input five hundred times: whoever is ahead."""
-    batch, q_len, prefix = 4, 17, 5000
-    pages = batch * 80
-    generator = torch.Generator("cuda").manual_seed(0)
-    cache = torch.randn(pages, 64, 1, MLA_DIMS[0], device="cuda", generator=generator).to(kv_dtype)
-    q = torch.randn(batch * q_len, heads, MLA_DIMS[0], device="cuda", generator=generator).bfloat16()
-    table = torch.randperm(pages, device="cuda", generator=generator).int().view(batch, 80)
-    layout = treeattn.TreeLayout.chain(torch.full((batch,), prefix, dtype=torch.int32, device="cuda"), q_len)
-    kv = treeattn.PagedKV(block_table=table, page_size=64)
-    step = treeattn.plan(layout, kv, heads, 1, MLA_DIMS[0], head_dim_v=MLA_DIMS[1], shared_kv=True, dtype=q.dtype,
-                         kv_dtype=kv_dtype, backend="cuda")  # fmt: skip
-    out = torch.empty(batch * q_len, heads, MLA_DIMS[1], dtype=q.dtype, device="cuda")
-    treeattn.tree_attention(q, cache, None, step, out=out, sm_scale=0.07)
-    first, differ = out.clone(), torch.zeros(batch * q_len, heads, dtype=torch.int32, device="cuda")
-    missing, calls = torch.zeros_like(differ), torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(500):
-        out.fill_(float("nan"))
-        treeattn.tree_attention(q, cache, None, step, out=out, sm_scale=0.07)
-        unlike = (out != first).any(-1)
-        differ += unlike
-        missing += out.isnan().any(-1)
-        calls += unlike.any()
-    where = [(row, int(differ[tuple(row)]), int(missing[tuple(row)])) for row in differ.nonzero().tolist()[:40]]
-    assert int(calls) == 0, f"calls {int(calls)}; (row, head), how often unlike, how often NaN: {where}"
+    repeated = RepeatedCalls((heads, 1), MLA_DIMS[0], kv_dtype)
+    repeated.run(1000)
+    assert repeated.unlike == 0, repeated
+
+
+BESIDE = ((64, 1, MLA_DIMS[0], "bfloat16"), (128, 1, MLA_DIMS[0], "bfloat16"), (32, 8, 128, "bfloat16"),
+          (64, 1, MLA_DIMS[0], "float8_e4m3fn"), (8, 1, 256, "bfloat16"), (32, 8, 128, "float8_e4m3fn"),
+          (64, 8, 128, "float8_e4m3fn"))  # fmt: skip
+
+
+def test_the_same_bits_beside_other_processes() -> None:
+    """Programs that take turns on the GPU: MLA once read rows that were overwritten meanwhile, in 2 calls of 1000."""
+    script = Path(__file__).resolve().parent.parent / "repeated_calls.py"
+    running = []
+    for heads, kv_heads, dim, kv_dtype in 2 * BESIDE:
+        command = [sys.executable, str(script), f"--heads={heads}", f"--kv-heads={kv_heads}", f"--dim={dim}",
+                   f"--kv-dtype={kv_dtype}", "--seconds=15"]  # fmt: skip
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    outputs = [process.communicate(timeout=300)[0] for process in running]
+    wrong = [output for process, output in zip(running, outputs, strict=True) if process.returncode != 0]
+    assert not wrong, "\n".join(wrong)
+    assert all(" calls were unlike" in output for output in outputs)
