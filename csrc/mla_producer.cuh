@@ -32,7 +32,8 @@ struct MlaRing {
   __device__ __forceinline__ u32 barrier() const { return full + 8 * place.stage(); }
 };
 
-template <int Q_STEPS, int LATENTS, int ROPES>
+// NUMBER: bytes of a cached one.
+template <int Q_STEPS, int LATENTS, int ROPES, u32 NUMBER = 2>
 struct MlaProducer {
   using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
 
@@ -74,26 +75,27 @@ struct MlaProducer {
   // Where the key is that this lane looks after, given its page and its position in the request or the cache.
   __device__ __forceinline__ u64 cached(u32 page, u32 position, i32 kv_head) const {
     const u32 within = position - page_of(p, position) * p.page_size;
-    return reinterpret_cast<u64>(p.k) + 2 * (page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head);
+    const i64 k = page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head;
+    return reinterpret_cast<u64>(p.k) + NUMBER * k;
   }
 
-  // Whether some row of the tile sees this lane's node of a mask word.
-  __device__ __forceinline__ bool node_seen(const Cursor& at, i32 word) const {
+  // Whether some row of the tile sees a node of a mask word.
+  __device__ __forceinline__ bool node_seen(const Cursor& at, i32 word, u32 bit) const {
     u32 seen = 0;
     for (i32 node = row_node(p, at.row0) + lane; node * p.group < at.row_end; node += 32)
       seen |= mask_word(p, at, node, word);
-    return (__reduce_or_sync(~0u, seen) >> lane & 1) != 0;
+    return (__reduce_or_sync(~0u, seen) >> bit & 1) != 0;
   }
 
   // Where a key of an edge unit is; bit 0 is set where nothing may be read: the row becomes 0. A score of 0 is masked then,
   // and a weight of 0 times V must not be a NaN that lies in a page nobody may see.
-  __device__ __forceinline__ u64 edge(const Cursor& at, i32 unit) const {
-    const i32 word = unit - at.prefix_units, node = word * EDGE_KEYS + lane;
-    i32 position = at.tail_key + unit * EDGE_KEYS + lane;
+  __device__ __forceinline__ u64 edge(const Cursor& at, i32 unit, u32 key) const {
+    const i32 word = unit - at.prefix_units, node = word * EDGE_KEYS + key;
+    i32 position = at.tail_key + unit * EDGE_KEYS + key;
     const bool in_tree = word >= 0;
     bool valid = unit < at.edge_end;
     if (in_tree) {
-      const bool seen = valid && node_seen(at, word);
+      const bool seen = valid && node_seen(at, word, key);
       valid = node < at.present && seen;
       position = at.prefix + node;
     } else {
@@ -188,7 +190,8 @@ struct MlaProducer {
       find_lane();
       i32 unit = at.edge_begin;
 #pragma unroll 1
-      for (i32 tile = at.full_tiles; tile < at.tiles; ++tile, unit += 2) copy_tile(ring, edge(at, unit), edge(at, unit + 1));
+      for (i32 tile = at.full_tiles; tile < at.tiles; ++tile, unit += 2)
+        copy_tile(ring, edge(at, unit, lane), edge(at, unit + 1, lane));
       __syncwarp();
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[ring.place.item_slot()]));
       ring.place.next_item();
@@ -197,7 +200,10 @@ struct MlaProducer {
   }
 
   __device__ __forceinline__ void find() {
-    if (lane == 0) cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
+    if (lane == 0) {
+      cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
+      if (NUMBER == 1 && memory.walk.tiles != 0) memory.walk.tiles = fp8_tiles(p, memory.walk).all;
+    }
     __syncwarp();
   }
 
@@ -211,19 +217,28 @@ struct MlaProducer {
     find();
   }
 
+  // Hand out the item at the walk; false behind the last.
+  template <class Place>
+  __device__ __forceinline__ bool publish(const Place& place) {
+    barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
+    copy_item(memory.items[place.item_slot()], memory.walk, lane);
+    const bool ends = memory.walk.tiles == 0;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
+    return !ends;
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (lane == 0) cursor_advance<MLA_ROWS>(memory.walk, p);
+    find();
+  }
+
   // Hand out the items.
   __device__ __forceinline__ void walk() {
     find_lane();
     Place<1> place;
-    for (;;) {
-      barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
-      copy_item(memory.items[place.item_slot()], memory.walk, lane);
-      const bool ends = memory.walk.tiles == 0;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
-      if (ends) break;
-      if (lane == 0) cursor_advance<MLA_ROWS>(memory.walk, p);
-      find();
+    while (publish(place)) {
+      advance();
       place.next_item();
     }
   }

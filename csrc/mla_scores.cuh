@@ -16,7 +16,9 @@ namespace treeattn {
 
 constexpr int SCORES_BARRIER = 2;  // named barrier of this warpgroup
 
-template <class T, int Q_STEPS, int LATENTS, int ROPES>
+// FP8: of the cache. The rings have its numbers as T, each worth `k_scale` of it, and fresh rows as they are. Sums of V count
+// in numbers of the cache until the first tile with fresh rows.
+template <class T, int Q_STEPS, int LATENTS, int ROPES, bool FP8 = false>
 struct MlaScores {
   using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
   static constexpr u32 IN_REGISTERS = Q_STEPS / 4;  // panels of Q
@@ -34,6 +36,7 @@ struct MlaScores {
   float base[2];  // of the weights of this thread's two rows, base 2
   float sum[2];   // of the weights, this thread's columns only
   float decay[2];  // by this tile
+  float fp8_scale;  // of this tile's scores, positive
 
   __device__ __forceinline__ MlaScores(const AttentionParams& params, Memory& shared, int warp_index, int lane_index)
       : p(params), memory(shared), warp(warp_index), lane(lane_index) {}
@@ -51,24 +54,29 @@ struct MlaScores {
     return panel + (warp * 16 + lane % 16) * 128 + ((step * 2 + lane / 16 ^ lane % 8) << 4);
   }
 
+  __device__ __forceinline__ float scale() const {
+    if constexpr (FP8) return fp8_scale;
+    return p.scale;
+  }
+
   // A panel of Q to registers.
-  __device__ __forceinline__ void take(u32* q, u32 panel) const {
+  __device__ __forceinline__ void take(u32* q, u32 panel, u32 sign) const {
 #pragma unroll
     for (u32 step = 0; step < 4; ++step) {
       load_blocks(q + 4 * step, block_row(panel, step));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) q[4 * step + i] ^= p.q_sign;
+      for (int i = 0; i < 4; ++i) q[4 * step + i] ^= sign;
     }
   }
 
   // A panel of Q to where it is kept: this warp's rows.
-  __device__ __forceinline__ void keep(u32 to, u32 panel) const {
+  __device__ __forceinline__ void keep(u32 to, u32 panel, u32 sign) const {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
       const u32 at = warp * 16 * 128 + (i * 32 + lane) * 16;
       u32 part[4];
       load_shared_16(part, panel + at);
-      store_shared_16(to + at, part[0] ^ p.q_sign, part[1] ^ p.q_sign, part[2] ^ p.q_sign, part[3] ^ p.q_sign);
+      store_shared_16(to + at, part[0] ^ sign, part[1] ^ sign, part[2] ^ sign, part[3] ^ sign);
     }
   }
 
@@ -81,21 +89,22 @@ struct MlaScores {
     return at;
   }
 
-  // Q of the item, which comes through the rings as a tile does. Its parts are given back together, behind the fence: an
-  // arrival does not wait for loads from shared memory, and tensor copies to where they read from are not queued behind them.
-  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS]) {
+  // Q of the item, which comes through the rings as a tile does; `sign`: of scales, as q_sign. Its parts are given back
+  // together, behind the fence: an arrival does not wait for loads from shared memory, and tensor copies to where they read
+  // from are not queued behind them.
+  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], u32 sign) {
     threads_sync<128>(SCORES_BARRIER);  // products of the item before are done in all warps: what is kept may go
     barrier_wait(shared_address(&memory.rope_full[rope.stage()]), rope.phase());
-    keep(kept(MLA_PANELS - 1), shared_address(memory.ropes[rope.stage()]));
+    keep(kept(MLA_PANELS - 1), shared_address(memory.ropes[rope.stage()]), sign);
 #pragma unroll
     for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
       const u32 from = shared_address(memory.latents[quarter % HALVES][wait_quarter(quarter).stage()]);
 #pragma unroll
       for (u32 panel = 2 * quarter; panel < 2 * quarter + 2; ++panel) {
         if (panel < IN_REGISTERS)
-          take(q + 16 * panel, from + panel % 2 * MLA_PANEL_BYTES);
+          take(q + 16 * panel, from + panel % 2 * MLA_PANEL_BYTES, sign);
         else
-          keep(kept(panel), from + panel % 2 * MLA_PANEL_BYTES);
+          keep(kept(panel), from + panel % 2 * MLA_PANEL_BYTES, sign);
       }
     }
     pin(q);
@@ -164,14 +173,14 @@ struct MlaScores {
     if (lane == 0) barrier_arrive(shared_address(&memory.weights_full[turn % 2 ^ 1]));
   }
 
-  // Mask words of this thread's rows for the edge tile whose first unit is `unit`.
-  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
+  // Mask words of this thread's rows for the edge tile whose first unit is `unit`. FP8: `end` is behind its last.
+  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit, i32 end) const {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
       const i32 word = unit + i - at.prefix_units;
       // keys of the prefix are seen by every row; behind the prefix or the nodes there is nothing
       const i32 keys = word < 0 ? at.prefix - at.tail_key - (unit + i) * EDGE_KEYS : at.present - word * EDGE_KEYS;
-      const u32 bound = unit + i >= at.edge_end || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
+      const u32 bound = unit + i >= (FP8 ? end : at.edge_end) || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const i32 row = at.row0 + local(half);
@@ -194,7 +203,7 @@ struct MlaScores {
       for (int j = 1; j < MLA_KEYS / 8; ++j)
         best[half] = fmaxf(best[half], fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
     }
-    const bool exceeds = fmaxf(best[0] * p.scale - base[0], best[1] * p.scale - base[1]) > GROWTH;
+    const bool exceeds = fmaxf(best[0] * scale() - base[0], best[1] * scale() - base[1]) > GROWTH;
     const bool raised = __any_sync(~0u, exceeds);
     if (seldom(raised)) {
 #pragma unroll
@@ -202,7 +211,7 @@ struct MlaScores {
         float most = best[half];
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const float higher = fmaxf(base[half], most * p.scale);
+        const float higher = fmaxf(base[half], most * scale());
         decay[half] = exp2_approx(base[half] - higher);
         base[half] = higher;
         sum[half] *= decay[half];
@@ -216,7 +225,7 @@ struct MlaScores {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& score = scores[4 * j + 2 * half + odd];
-          score = exp2_approx(score * p.scale - base[half]);
+          score = exp2_approx(score * scale() - base[half]);
           part[odd] += score;
         }
       sum[half] += part[0] + part[1];
@@ -224,8 +233,8 @@ struct MlaScores {
     return raised;
   }
 
-  // With an item's last tile: what sums of rows are multiplied by, for the output warpgroups, and lse.
-  __device__ __forceinline__ void finish(const Cursor& at) const {
+  // With an item's last tile: what sums of rows are multiplied by, for the output warpgroups, and lse. `worth`: of V's numbers.
+  __device__ __forceinline__ void finish(const Cursor& at, float worth) const {
     const i64 part_row = mla_part(p, at);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -244,7 +253,7 @@ struct MlaScores {
         } else {
           p.partial_lse[part_row + local(half)] = lse;
         }
-        memory.inverse[turn % 2][local(half)] = inverse;
+        memory.inverse[turn % 2][local(half)] = inverse * worth;
       }
     }
   }
@@ -267,27 +276,59 @@ struct MlaScores {
     if (lane == 0) memory.raised[slot][warp] = raised;
   }
 
+  // A tile with fresh rows, whose numbers are worth what they are: Q has the sign of the cache's.
+  __device__ __forceinline__ void begin_fresh(float (&scores)[MLA_KEYS / 2], const Cursor& at) {
+    fp8_scale = p.scale;
+    if (latent_scale(p, at) < 0.f) {
+#pragma unroll
+      for (int i = 0; i < MLA_KEYS / 2; ++i) scores[i] = -scores[i];
+    }
+  }
+
+  // With the first such tile: sums so far count in numbers of the cache.
+  __device__ __forceinline__ bool rescale(bool raised, const Cursor& at) {
+    const float k_scale = latent_scale(p, at);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) decay[half] = raised ? decay[half] * k_scale : k_scale;
+    return true;
+  }
+
   __device__ __forceinline__ void item(const Cursor& at) {
     const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
+    i32 cached = tiles;  // tiles of the cache alone
     u32 q[4 * Q_STEPS];
     float scores[MLA_KEYS / 2];
     idle = uniform(at.row0) + warp * 16 >= uniform(at.row_end);
-    load_q(q);
+    if constexpr (FP8) {
+      cached = uniform(fp8_tiles(p, at).cached);
+      const float k_scale = latent_scale(p, at);
+      fp8_scale = bounded(fabsf(k_scale) * p.scale);
+      load_q(q, p.q_sign ^ (k_scale < 0.f ? 0x80008000 : 0));
+    } else {
+      load_q(q, p.q_sign);
+    }
     base[0] = base[1] = LOWEST;
     sum[0] = sum[1] = 0.f;
 #pragma unroll 1
     for (i32 tile = 0; tile < tiles; ++tile) {
       const bool edge = tile >= full;
       u32 words[2][WORDS];
-      if (seldom(edge)) load_words(words, at, at.edge_begin + (tile - full) * WORDS);
-      multiply_k(scores, q, edge || p.page_rows == 0, tile > 0);
+      if (seldom(edge)) {
+        if constexpr (FP8)
+          load_words(words, at, fp8_unit(at, tile, cached), tile < cached && cached < tiles ? at.prefix_units : at.edge_end);
+        else
+          load_words(words, at, at.edge_begin + (tile - full) * WORDS, 0);
+      }
+      multiply_k(scores, q, FP8 ? READERS_FENCE || tile >= cached : edge || p.page_rows == 0, tile > 0);
       bool raised = false;
+      if (FP8 && seldom(tile >= cached)) begin_fresh(scores, at);
       if (!idle) {
         if (seldom(edge)) mask(scores, words, lane);
         raised = softmax(scores);
       }
+      if (FP8 && seldom(tile == cached && tile > 0)) raised = rescale(raised, at);
       store_weights(scores, raised);
-      if (seldom(tile == tiles - 1)) finish(at);
+      if (seldom(tile == tiles - 1)) finish(at, FP8 && cached == tiles ? latent_scale(p, at) : 1.f);
       __syncwarp();
       turn += 1;
     }

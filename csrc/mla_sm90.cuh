@@ -20,18 +20,19 @@
 
 namespace treeattn {
 
-constexpr int MLA_THREADS = 512;
+constexpr int MLA_THREADS = 512, MLA_LAUNCH_REGISTERS = 128;  // of a thread, before the roles split
 constexpr int MLA_PRODUCER_REGISTERS = 32, MLA_SCORES_REGISTERS = 160, MLA_OUTPUT_REGISTERS = 160;  // 512 in all
 
-template <class T, int Q_STEPS, int LATENTS, int ROPES>
+template <class Memories, class Producer, class Scores, class Output, int PRODUCER_REGISTERS = MLA_PRODUCER_REGISTERS,
+          int SCORES_REGISTERS = MLA_SCORES_REGISTERS>
 __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
-  using Memories = MlaShared<Q_STEPS, LATENTS, ROPES>;
+  static_assert(PRODUCER_REGISTERS + SCORES_REGISTERS + 2 * MLA_OUTPUT_REGISTERS == 512, "64 K");
   using Memory = typename Memories::Layout;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   Memory& memory = *reinterpret_cast<Memory*>(shared_bytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  MlaProducer<Q_STEPS, LATENTS, ROPES> producer(p, memory);
+  Producer producer(p, memory);
 
   if (uniform(warp) == 15) producer.begin();  // the way to the first keys is the longest, and starts here
   if (uniform(warp) == 0) {
@@ -45,15 +46,15 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
 
   const int group = uniform(warp / 4);
   if (group == 3) {
-    give_registers<MLA_PRODUCER_REGISTERS>();
+    give_registers<PRODUCER_REGISTERS>();
     producer.run(uniform(warp % 4));
   } else if (group == 2) {
-    take_registers<MLA_SCORES_REGISTERS>();
-    MlaScores<T, Q_STEPS, LATENTS, ROPES> scores(p, memory, uniform(warp % 4), lane);
+    if constexpr (SCORES_REGISTERS > MLA_LAUNCH_REGISTERS) take_registers<SCORES_REGISTERS>();
+    Scores scores(p, memory, uniform(warp % 4), lane);
     scores.run();
   } else {
     take_registers<MLA_OUTPUT_REGISTERS>();
-    MlaOutput<T, Q_STEPS, LATENTS, ROPES> output(p, memory, group, uniform(warp % 4), lane);
+    Output output(p, memory, group, uniform(warp % 4), lane);
     output.run();
   }
 }
@@ -65,5 +66,7 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
 #define TREEATTN_MLA(NAME, T, Q_STEPS, LATENTS, ROPES)                       \
   extern "C" __global__ void __launch_bounds__(treeattn::MLA_THREADS, 1)     \
       NAME(const __grid_constant__ treeattn::AttentionParams params) {       \
-    treeattn::mla_sm90<treeattn::T, Q_STEPS, LATENTS, ROPES>(params);        \
+    using namespace treeattn;                                                \
+    mla_sm90<MlaShared<Q_STEPS, LATENTS, ROPES>, MlaProducer<Q_STEPS, LATENTS, ROPES>, \
+             MlaScores<T, Q_STEPS, LATENTS, ROPES>, MlaOutput<T, Q_STEPS, LATENTS, ROPES>>(params); \
   }

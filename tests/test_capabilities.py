@@ -134,8 +134,10 @@ def test_mla_of_the_hopper_kernels() -> None:
     assert "head_dim 576 and head_dim_v 512, got 128 and 128" in str(words(128, 128))
     text = "backend 'cuda' cannot do this: it has shared_kv and window_left 7 apart only; backend='triton' can"
     assert words(576, 512, window_left=7) == text
-    text = "it has shared_kv and kv_dtype torch.float8_e4m3fn apart only; backend='triton' can"
-    assert str(words(576, 512, kv_dtype=torch.float8_e4m3fn)).endswith(text)
+    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert words(576, 512, kv_dtype=kv_dtype, batch_invariant=True, part="tree", fresh_tree=True) is None
+        assert words(576, 512, kv_dtype=kv_dtype, dtype=torch.float16) is None
+        assert "shared_kv and window_left 7 apart only" in str(words(576, 512, kv_dtype=kv_dtype, window_left=7))
     capped = Asked(Geometry.of(8, 1, 576, head_dim_v=512, shared_kv=True), logits_soft_cap=3.0)
     assert "shared_kv and logits_soft_cap 3.0 apart only; backend='triton' can" in str(refusal("cuda", "cuda", capped))
     assert "it covers head_dim 64, 128 or 256, got 576" in str(refusal("cuda", "cuda", Asked(Geometry.of(8, 1, 576))))

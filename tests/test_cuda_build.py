@@ -115,6 +115,22 @@ def test_any_number_of_rows_with_an_fp8_cache_has_a_kernel(dtype: torch.dtype, k
         assert -(-rows // -(-rows // config.block_m)) <= config.block_m
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_latent_rows_in_fp8_have_a_kernel(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    names = set()
+    for cached in (dtype, kv_dtype):
+        geometry = Geometry.of(8, 1, 576, head_dim_v=512, shared_kv=True, dtype=dtype, kv_dtype=cached)
+        config = cuda_config(geometry, 17)
+        variant = variant_of(geometry, config)
+        shape = build.kernels_in(variant.source)[variant.name]
+        assert (shape.threads, shape.blocks) == (32 * config.num_warps, config.programs_per_sm)
+        names.add(variant.name)
+    own, plain = sorted(names, key=len, reverse=True)
+    assert own.startswith("mla_fp8_sm90_")
+    assert plain.startswith("mla_sm90_")
+
+
 def test_row_tiles_with_an_fp8_cache() -> None:
     chosen = {rows: fp8_tile_rows(rows) for rows in (1, 32, 40, 41, 68, 72, 136, 160, 260, 520, 1028)}
     assert chosen == {1: 40, 32: 40, 40: 40, 41: 72, 68: 72, 72: 72, 136: 144, 160: 72, 260: 144, 520: 144, 1028: 144}

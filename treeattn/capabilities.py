@@ -122,7 +122,7 @@ class Capabilities:
     shared_dims : tuple of int or None
         head_dim and head_dim_v with ``shared_kv``, where it covers one pair.
     fp8_dims : tuple of int or None
-        The head dims that it covers with an FP8 cache, where these are fewer.
+        The head dims that it covers with an FP8 cache, where these are fewer; `shared_dims` it covers with one too.
     options : frozenset of str
         Keys of :data:`OPTIONS`.
     not_together : tuple of (str, str)
@@ -179,7 +179,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         shared_dims=(576, 512),
         fp8_dims=(128,),
         options=frozenset(OPTIONS) - {"unlike_dims"},
-        not_together=tuple(("shared_kv", other) for other in ("window", "soft_cap", "fp8_e4m3", "fp8_e5m2")),
+        not_together=(("shared_kv", "window"), ("shared_kv", "soft_cap")),
         numbers="accumulates in float32",
         purpose="serving; `auto` on Hopper",
     ),
@@ -269,8 +269,8 @@ def _either(numbers: tuple[int, ...]) -> str:
 def _dims(covers: Capabilities) -> str:
     if covers.head_dims is not None:
         mla = "" if covers.shared_dims is None else "; MLA {} and {}".format(*covers.shared_dims)
-        fp8 = "" if covers.fp8_dims is None else f"; FP8 {_either(covers.fp8_dims)}"
-        return _either(covers.head_dims) + mla + fp8
+        fp8 = "" if covers.fp8_dims is None else f" (FP8 {_either(covers.fp8_dims)})"
+        return _either(covers.head_dims) + fp8 + mla
     if covers.max_head_dim is None:
         return "any"
     text = f"1 to {covers.max_head_dim}"

@@ -130,7 +130,7 @@ def test_shared_memory_fits(tmp_path: Path, record_property: Callable[[str, obje
     for name, shape in shapes.items():
         lines.append(f'  std::printf("{name} %zu\\n", sizeof(treeattn::{shape.layout}::Layout));')
     main = tmp_path / "main.cu"
-    includes = "".join(f"#include {name}\n" for name in ("<cstdio>", '"fp8_ring.cuh"', '"mla_ring.cuh"'))
+    includes = "".join(f"#include {name}\n" for name in ("<cstdio>", '"fp8_ring.cuh"', '"mla_fp8_ring.cuh"'))
     main.write_text(includes + "int main() {\n" + "\n".join(lines) + "\n}\n")
     program = tmp_path / "main"
     subprocess.run(

@@ -20,7 +20,7 @@ from repeated_calls import RepeatedCalls
 from settings_of_tests import Setting
 
 import treeattn
-from treeattn.cuda.build import Fp8Shape, KernelShape, kernels_in, source_dir
+from treeattn.cuda.build import Fp8Shape, KernelShape, MlaFp8Shape, kernels_in, source_dir
 from treeattn.cuda.config import KEYS, MLA_DIMS, Variant
 from treeattn.cuda.launch import load
 from treeattn.driver import LOCAL_BYTES
@@ -89,6 +89,8 @@ def test_as_many_blocks_fit_as_the_plan_counts_on(source: str) -> None:
         elif isinstance(shape, Fp8Shape):
             variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys,
                               cached=shape.format.lower(), rows=shape.rows)  # fmt: skip
+        elif isinstance(shape, MlaFp8Shape):
+            variant = variant._replace(cached=shape.format.lower())
         assert variant.name == name
         function = load(variant, torch.cuda.current_device())
         assert function.attribute(LOCAL_BYTES) == 0, name
@@ -293,29 +295,76 @@ MLA_OPTIONS = {"none": Options(), **{name: OPTIONS[name] for name in ("sinks", "
 @pytest.mark.parametrize("name", MLA_SHAPES)
 @pytest.mark.usefixtures("build")
 def test_mla(name: str, options: str) -> None:
-    shape = dict(MLA_SHAPES[name])
-    q_lens, prefixes, heads = shape.pop("q_lens"), shape.pop("prefixes"), shape.pop("heads")
-    nodes, sm_scale = shape.pop("nodes", q_lens), shape.pop("sm_scale", None)
-    rng = random.Random(sum(q_lens) + sum(prefixes))
-    trees = [draw_tree("recent", count, rng) for count in nodes]
     index = list(MLA_SHAPES).index(name) + list(MLA_OPTIONS).index(options)
-    dtype = (torch.bfloat16, torch.float16)[index % 2]
-    asked = dataclasses.replace(MLA_OPTIONS[options], shared_kv=True, head_dim_v=MLA_DIMS[1])
-    case = build_case(trees, prefixes, q_lens=q_lens, heads=(heads, 1), head_dim=MLA_DIMS[0], dtype=dtype, seed=1,
-                      device="cuda", placement=Placement(**shape), sm_scale=sm_scale, options=asked)  # fmt: skip
+    case = latent(name, (torch.bfloat16, torch.float16)[index % 2], MLA_OPTIONS[options])
     verdict = check_case(case, "cuda", ("plain", "static")[index // 2 % 2])
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
+def latent(name: str, dtype: torch.dtype, options: Options) -> Case:
+    """A case of `MLA_FP8_SHAPES`."""
+    shape = dict(MLA_FP8_SHAPES[name])
+    q_lens, prefixes, heads = shape.pop("q_lens"), shape.pop("prefixes"), shape.pop("heads")
+    nodes, sm_scale = shape.pop("nodes", q_lens), shape.pop("sm_scale", None)
+    rng = random.Random(sum(q_lens) + sum(prefixes))
+    trees = [draw_tree("recent", count, rng) for count in nodes]
+    asked = dataclasses.replace(options, shared_kv=True, head_dim_v=MLA_DIMS[1])
+    return build_case(trees, prefixes, q_lens=q_lens, heads=(heads, 1), head_dim=MLA_DIMS[0], dtype=dtype, seed=1,
+                      device="cuda", placement=Placement(**shape), sm_scale=sm_scale, options=asked)  # fmt: skip
+
+
+MLA_FP8_SHAPES: dict[str, dict[str, Any]] = {
+    **MLA_SHAPES,
+    **{
+        f"fresh-behind-{prefix}": {"q_lens": [17, 5], "prefixes": [prefix, 4000], "heads": 16, "tree_kv": "fresh",
+                                   "page_size": 64}
+        for prefix in (0, 64, 96, 97)
+    },
+    "fresh-wide": {"q_lens": [257, 3], "prefixes": [130, 20], "heads": 8, "tree_kv": "fresh", "page_size": 1},
+    "many-fresh": {"q_lens": [8] * 40, "prefixes": list(range(0, 4000, 100)), "heads": 8, "tree_kv": "fresh"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("build", ["", CHECKED, CANARY], ids=["plain", "checked", "canary"], indirect=True)
+@pytest.mark.parametrize("name", MLA_FP8_SHAPES)
+@pytest.mark.usefixtures("build")
+def test_mla_fp8(name: str) -> None:
+    """Each shape with three of the options."""
+    first = list(MLA_FP8_SHAPES).index(name)
+    for turn in range(first, first + 3):
+        dtype, kv_dtype = CACHES[turn % 4]
+        options = MLA_OPTIONS[list(MLA_OPTIONS)[2 * turn % 5]]
+        asked = dataclasses.replace(options, kv_dtype=kv_dtype, scales=SCALES[(turn + turn // 4) % 4])
+        case = latent(name, dtype, asked)
+        verdict = check_case(case, "cuda", ("plain", "static")[turn // 2 % 2])
+        assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.usefixtures("build")
+def test_mla_fp8_random_cases(part: int) -> None:
+    for seed in range(6 * part, 6 * part + 6):
+        dtype, kv_dtype = CACHES[seed % 4]
+        case = random_case(seed, device="cuda", dtype=dtype, head_dim=MLA_DIMS[0], num_kv_heads=1, cache="paged",
+                           strided_q=False, source=("parents", "general")[seed % 2],
+                           options=Options(shared_kv=True, head_dim_v=MLA_DIMS[1], kv_dtype=kv_dtype,
+                                           scales=SCALES[seed % 3]))  # fmt: skip
+        for path in ("plain", "static"):
+            verdict = check_case(case, "cuda", path)
+            assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, E4M3])
 @pytest.mark.parametrize("heads", [8, 64])
-def test_mla_the_same_bits_again_and_again(heads: int) -> None:
-    repeated = RepeatedCalls((heads, 1), MLA_DIMS[0], torch.bfloat16)
+def test_mla_the_same_bits_again_and_again(heads: int, kv_dtype: torch.dtype) -> None:
+    repeated = RepeatedCalls((heads, 1), MLA_DIMS[0], kv_dtype)
     repeated.run(1000)
     assert repeated.unlike == 0, repeated
 
 
 BESIDE = ((64, 1, MLA_DIMS[0], "bfloat16"), (128, 1, MLA_DIMS[0], "bfloat16"), (32, 8, 128, "bfloat16"),
-          (8, 1, 256, "bfloat16"), (32, 8, 128, "float8_e4m3fn"), (64, 8, 128, "float8_e4m3fn"))  # fmt: skip
+          (64, 1, MLA_DIMS[0], "float8_e4m3fn"), (8, 1, 256, "bfloat16"), (32, 8, 128, "float8_e4m3fn"),
+          (64, 8, 128, "float8_e4m3fn"))  # fmt: skip
 
 
 def test_the_same_bits_beside_other_processes() -> None:

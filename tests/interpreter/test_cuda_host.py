@@ -32,7 +32,7 @@ from treeattn import backends
 from treeattn.backends import choose_backend
 from treeattn.buffers import tensors_of
 from treeattn.capabilities import CAPABILITIES, Asked, missing
-from treeattn.cuda.build import Fp8Shape, kernels_in, source_dir
+from treeattn.cuda.build import Fp8Shape, MlaFp8Shape, kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
 from treeattn.cuda.launch import CacheMaps, fill, params_of, scale_at
 from treeattn.driver import UINT8
@@ -67,7 +67,7 @@ def built(folder: Path, macro: str) -> Path:
             for path in (*source_dir().iterdir(), *HOST.iterdir()):
                 shutil.copy(path, sources)
             names = [name for source in source_dir().glob("*.cu") for name, shape in kernels_in(source.name).items()
-                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape)]  # fmt: skip
+                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape | MlaFp8Shape)]  # fmt: skip
             listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
             subprocess.run(
                 [str(GXX), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
@@ -513,7 +513,7 @@ def test_auto_does_what_triton_does_of_mla(name: str, auto_on_host: list[str], o
     case = latent([5, 3], [100, 40], 8, options=AUTO_MLA[name], page_size=16)
     # a soft cap is known at the call; a window and an FP8 cache at the plan
     at_plan = missing("cuda", "cuda", Asked(Geometry.of(**group_of(case))))
-    wanted = "triton" if at_plan else "fallback" if missing("cuda", "cuda", asked_of(case)) else "cuda"
+    wanted = "triton" if at_plan or name == "fp8" else "fallback" if missing("cuda", "cuda", asked_of(case)) else "cuda"
     assert (name in ("none", "cap", "window")) <= (wanted == {"cap": "fallback", "window": "triton"}.get(name, "cuda"))
     for path in ("plain", "static"):
         auto_on_host.clear()
@@ -702,3 +702,125 @@ def test_fp8_beside_fresh_numbers_that_float16_has_not(what: str) -> None:
     large[300:] *= 2.0**20
     verdict = check_case(dataclasses.replace(case.with_content(**{what: (large,)}), sm_scale=1e-6), "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+# MLA with an FP8 cache
+
+
+@pytest.fixture
+def on_host_latents(on_host_fp8: None, on_host_wide_merge: None) -> None:
+    """As `on_host_fp8`, with the merge of the other fixture."""
+
+
+def cached_latent(turn: int, options: Options | None = None, **shape: Any) -> Case:
+    """A case of MLA with an FP8 cache."""
+    dtype, kv_dtype = KINDS[turn % 4]
+    options = dataclasses.replace(options or Options(), kv_dtype=kv_dtype, scales=SCALES[(turn + turn // 4) % 4])
+    return latent(**shape, options=options, dtype=dtype)
+
+
+MLA_FP8_SHAPES: dict[str, dict[str, Any]] = {
+    **MLA_SHAPES,
+    "fresh-behind-32": {"q_lens": [17], "prefixes": [96], "heads": 8, "tree_kv": "fresh", "page_size": 16},
+    "fresh-behind-33": {"q_lens": [9, 40], "prefixes": [97, 161], "heads": 8, "tree_kv": "fresh", "page_size": 1},
+    "fresh-alone": {"q_lens": [17, 9, 33], "prefixes": [0, 64, 31], "heads": 8, "tree_kv": "fresh", "page_size": 64},
+    "fresh-wide": {"q_lens": [140, 3], "prefixes": [10, 20], "heads": 1, "tree_kv": "fresh", "page_size": 16},
+    "fresh-hnd": {"q_lens": [3], "prefixes": [150], "heads": 64, "tree_kv": "fresh", "page_size": 128,
+                  "kv_layout": "HND"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MLA_FP8_SHAPES)
+@pytest.mark.usefixtures("on_host_latents")
+def test_mla_fp8_shapes(name: str) -> None:
+    turn = list(MLA_FP8_SHAPES).index(name)
+    case = cached_latent(turn, **MLA_FP8_SHAPES[name])
+    verdict = check_case(case, "triton", ("plain", "static")[turn % 2])
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("tree_kv", ["logical", "fresh"])
+@pytest.mark.parametrize("turn", range(2))
+@pytest.mark.usefixtures("on_host_latents")
+def test_mla_fp8_whoever_is_ahead(turn: int, tree_kv: str) -> None:
+    """Items of all lengths, with fresh rows beside rows of the cache, alone and behind a full tile."""
+    prefixes = [(0, 64, 5, 130, 33, 32, 200)[request * request % 7] for request in range(80 + turn)]
+    case = cached_latent(2 * turn + (tree_kv == "fresh"), q_lens=[3] * len(prefixes), prefixes=prefixes, heads=2,
+                         page_size=(16, 1)[turn], tree_kv=tree_kv)  # fmt: skip
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("name", MLA_OPTIONS)
+@pytest.mark.usefixtures("on_host_latents")
+def test_mla_fp8_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 130)
+    first = list(MLA_OPTIONS).index(name)
+    for turn, shape in enumerate((*MLA_OPTION_SHAPES, "fresh-behind-32", "fresh-behind-33"), first):
+        case = cached_latent(turn, MLA_OPTIONS[name], **MLA_FP8_SHAPES[shape])
+        verdict = check_case(case, "triton", ("plain", "static")[turn // 2 % 2])
+        assert verdict.ok, f"{shape}: {verdict.message}\n{case.describe()}"
+
+
+def worth(case: Case, k_scale: float) -> Case:
+    """The same bytes in a cache of another scale, of a case that has none."""
+    dense = []
+    for content, slots in zip(case.content_k, case.key_slots, strict=True):
+        dense.append(torch.where(slots[:, None, None] >= 0, content * k_scale, content))
+    content_v = tuple(content[..., :512] for content in dense)
+    return dataclasses.replace(case, k_scale=k_scale, content_k=tuple(dense), content_v=content_v)
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("k_scale", [-0.3, 0.0, 1e-6, 50.0])
+@pytest.mark.parametrize("sm_scale", [-0.11, 0.0, 3.0])
+@pytest.mark.usefixtures("on_host_latents")
+def test_mla_fp8_scales(sm_scale: float, k_scale: float) -> None:
+    """Of either sign: that of Q is the product's, and fresh rows have one of them. With 3, bases move in most tiles."""
+    for turn, (prefix, tree_kv) in enumerate(((400, "fresh"), (96, "fresh"), (333, "logical"))):
+        dtype, kv_dtype = KINDS[turn % 4]
+        case = latent([9], [prefix], 8, Options(kv_dtype=kv_dtype), dtype=dtype, page_size=64, tree_kv=tree_kv)
+        verdict = check_case(dataclasses.replace(worth(case, k_scale), sm_scale=sm_scale), "triton")
+        assert verdict.ok, f"{prefix}: {verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("source", ["parents", "general"])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.usefixtures("on_host_latents")
+def test_mla_fp8_random_cases(seed: int, source: str) -> None:
+    dtype, kv_dtype = KINDS[seed % 4]
+    options = Options(shared_kv=True, head_dim_v=512, kv_dtype=kv_dtype, scales=SCALES[seed % 3])
+    case = random_case(seed, dtype=dtype, head_dim=576, batch=1 + seed % 3, max_prefix=200, source=source,
+                       max_width=(8, 17)[seed % 2], num_kv_heads=1, cache="paged", options=options)  # fmt: skip
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("tree_kv", ["slots", "fresh"])
+@pytest.mark.usefixtures("on_host_latents")
+def test_mla_fp8_two_kv_heads(tree_kv: str) -> None:
+    """Of which each has a scale."""
+    options = Options(shared_kv=True, head_dim_v=512, kv_dtype=E4M3, scales="heads")
+    case = shaped([9, 3], [200, 70], (8, 2), 576, options=options, tree_kv=tree_kv, page_size=16)
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+class CachedLatentSetting(LatentSetting):
+    """The same with an FP8 cache."""
+
+    def case(self, seed: int, dtype: torch.dtype, **pins: Any) -> Case:
+        asked = Options(shared_kv=True, head_dim_v=512, kv_dtype=KINDS[seed % 4][1], scales=SCALES[seed % 3])
+        return super().case(seed, dtype, **{**pins, "options": asked})
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 6])
+@pytest.mark.usefixtures("on_host_latents")
+def test_mla_fp8_unseen_rows_change_nothing(seed: int) -> None:
+    """NaN bytes of the cache, and fresh rows of NaN."""
+    setting = CachedLatentSetting("triton", torch.device("cpu"), (torch.float16, torch.bfloat16), small=True)
+    unseen_keys_change_nothing(setting, {"seed": seed})

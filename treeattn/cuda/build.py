@@ -57,6 +57,16 @@ def _handed_bytes(stages: int) -> int:
     return -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 2 * 4
 
 
+def _latent_bytes(q_steps: int, latents: int, ropes: int) -> int:
+    """Size of ``MlaShared::Layout`` (csrc/mla_ring.cuh)."""
+    kept = 9 - q_steps // 4
+    panels = 4 * latents + ropes + kept + 2
+    handed = 2 * (64 + 64 + 4) * 4
+    barriers = 4 * latents + 2 * ropes + 4 + 2 * ITEMS
+    rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
+    return -(-(panels * 64 * 128 + rest) // ATOM_BYTES) * ATOM_BYTES
+
+
 class KernelShape(NamedTuple):
     """The arguments of a ``TREEATTN_ATTENTION`` line of a source file, but for the name."""
 
@@ -146,12 +156,37 @@ class MlaShape(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size of ``MlaShared::Layout`` (csrc/mla_ring.cuh), which a compile test compares with the compiler's."""
-        kept = 9 - self.q_steps // 4
-        panels = 4 * self.latents + self.ropes + kept + 2
-        handed = 2 * (64 + 64 + 4) * 4
-        barriers = 4 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
-        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
-        return -(-(panels * 64 * 128 + rest) // ATOM_BYTES) * ATOM_BYTES
+        return _latent_bytes(self.q_steps, self.latents, self.ropes)
+
+
+class MlaFp8Shape(NamedTuple):
+    """The arguments of a ``TREEATTN_MLA_FP8`` line of a source file, but for the name."""
+
+    dtype: str
+    format: str
+    q_steps: int
+    latents: int
+    ropes: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor."""
+        return 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 512
+
+    @property
+    def layout(self) -> str:
+        """The template of csrc that lies over shared memory."""
+        return f"MlaFp8Shared<{self.q_steps}, {self.latents}, {self.ropes}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``MlaFp8Shared::Layout`` (csrc/mla_fp8_ring.cuh): six panels of the cache more than `MlaShape`."""
+        return _latent_bytes(self.q_steps, self.latents, self.ropes) + 6 * 64 * 64
 
 
 class BuildError(RuntimeError):
@@ -167,8 +202,10 @@ def source_dir() -> Path:
     raise BuildError(f"the CUDA sources are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}")
 
 
-Shape = KernelShape | Fp8Shape | MlaShape
-SHAPES: dict[str, Callable[..., Shape]] = {"ATTENTION": KernelShape, "FP8": Fp8Shape, "MLA": MlaShape}
+Shape = KernelShape | Fp8Shape | MlaShape | MlaFp8Shape
+SHAPES: dict[str, Callable[..., Shape]] = {
+    "ATTENTION": KernelShape, "FP8": Fp8Shape, "MLA": MlaShape, "MLA_FP8": MlaFp8Shape,
+}  # fmt: skip
 
 
 def kernels_in(source_name: str) -> dict[str, Shape]:

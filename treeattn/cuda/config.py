@@ -58,7 +58,7 @@ class Variant(NamedTuple):
     def name(self) -> str:
         """Of the kernel's function."""
         if self.is_mla:
-            return f"mla_sm90_{self.dtype}"
+            return f"mla_fp8_sm90_{self.dtype}_{self.cached}" if self.cached else f"mla_sm90_{self.dtype}"
         if self.cached:
             return f"fp8_sm90_{self.dtype}_{self.cached}_d{self.head_dim}_c{self.consumers}_r{self.rows}"
         shape = f"{self.dtype}_d{self.head_dim}_c{self.consumers}_n{self.keys}"
@@ -67,10 +67,11 @@ class Variant(NamedTuple):
     @property
     def source(self) -> str:
         """The file of ``csrc`` that has it."""
+        suffix = "_e5m2" if self.cached == "e5m2" else ""
         if self.is_mla:
-            return "mla_sm90.cu"
+            return f"mla_fp8_sm90{suffix}.cu" if self.cached else "mla_sm90.cu"
         if self.cached:
-            return f"fp8_sm90_d{self.head_dim}{'_e5m2' if self.cached == 'e5m2' else ''}.cu"
+            return f"fp8_sm90_d{self.head_dim}{suffix}.cu"
         return f"attention_sm90_d{self.head_dim}{SUFFIXES[self.options]}.cu"
 
     @property
@@ -130,7 +131,8 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
 def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -> Variant:
     """The kernel that a configuration stands for, for calls with a soft cap or without."""
     if geometry.shared_kv:
-        return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, 1, config.block_n)
+        cached = FP8_NAMES.get(geometry.kv_dtype, "")
+        return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, 1, config.block_n, cached=cached)
     if geometry.kv_dtype in FP8_NAMES:
         consumers, rows = FP8_TILES[config.block_m]
         dtype, cached = DTYPE_NAMES[geometry.dtype], FP8_NAMES[geometry.kv_dtype]

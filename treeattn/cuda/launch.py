@@ -203,7 +203,8 @@ class CacheMaps:
         self.dims = BOX_BYTES // step.kv_dtype.itemsize  # of a box
         self.strides = [step.kv_dtype.itemsize * stride for stride in cache_strides]  # page, slot, head: of K, of V
         usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
-        self.rows = box_rows(self.page_size) if usable else 0
+        widened = step.shared_kv and self.dtype == UINT8  # on the way to shared memory: no box is copied as it is
+        self.rows = box_rows(self.page_size) if usable and not widened else 0
         self.made: dict[tuple[int, int, int], bytes] = {}
 
     def of(self, k: int, v: int, num_pages: int) -> bytes:
