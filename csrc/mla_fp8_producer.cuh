@@ -86,9 +86,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     fence_async_proxy();
     __syncwarp();
 #endif
-#if TREEATTN_DELAY
-    if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);
-#endif
+    sleep_now_and_then();
   }
 
   // What this warp has written of a part is there. Its readers make products see it, as they do for rows that threads copy:
