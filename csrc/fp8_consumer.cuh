@@ -52,7 +52,6 @@ struct Fp8Consumer {
   const int group, warp, lane;  // warpgroup of the block, warp of the warpgroup
   const u32 q_address;
   Place<STAGES> place;
-  u32 turn = 0;  // where the bases are
 
   __device__ __forceinline__ Fp8Consumer(const AttentionParams& params, Memory& shared, int warpgroup, int lane_index)
       : p(params), memory(shared), exchange(shared.exchange[warpgroup]), group(warpgroup),
@@ -314,7 +313,7 @@ struct Fp8Consumer {
     const u32 row = to + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
     Each base;  // on their way together
 #pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) base[i] = exchange.base[turn][i / 2 * 8 + lane % 4 * 2 + i % 2];
+    for (int i = 0; i < COLUMNS; ++i) base[i] = exchange.base[warp][i / 2 * 8 + lane % 4 * 2 + i % 2];
     u32 held[2];
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
@@ -357,9 +356,8 @@ struct Fp8Consumer {
       }
   }
 
-  // Move the bases to the greatest scores, and scale what there is; no product with `out` is on its way. Each warp writes
-  // all bases for itself, beside those that others may still read.
-  __device__ __forceinline__ void raise(const Scores& scores, float scale, Out& out, Each& sum) {
+  // Move the bases to the greatest scores, and scale what there is; no product with `out` is on its way.
+  __device__ __forceinline__ void raise(const Scores& scores, float scale, Out& out, Each& sum) const {
     scale = made_anew(scale);  // as in weigh
     tell([&](int j, int odd) { return fmaxf(scores[4 * j + odd] * scale, scores[4 * j + 2 + odd] * scale); }, false);
     __syncwarp();
@@ -369,12 +367,13 @@ struct Fp8Consumer {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int row = 8 * j + lane % 4 * 2 + odd;
-        const float mine = exchange.base[turn][row];
+        const float mine = exchange.base[warp][row];
         float raised = mine;
 #pragma unroll
         for (int i = 0; i < 4; ++i) raised = fmaxf(raised, exchange.of_warp[i][row]);
         const float decay = exp2_approx(mine - raised);
-        if (lane < 4) exchange.base[turn ^ 1][row] = raised;
+        __syncwarp();  // all lanes have read it
+        if (lane < 4) exchange.base[warp][row] = raised;
         sum[2 * j + odd] *= decay;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {
@@ -382,7 +381,6 @@ struct Fp8Consumer {
           out[slab][4 * j + 2 + odd] *= decay;
         }
       }
-    turn ^= 1;
     __syncwarp();
   }
 
@@ -390,7 +388,7 @@ struct Fp8Consumer {
   // base yet.
   template <class Number>
   __device__ __forceinline__ void softmax(const Scores& scores, float scale, Out& out, Each& sum, Each& part, u32 to,
-                                          bool first) {
+                                          bool first) const {
     bool raised = false;
 #pragma unroll 1
     for (bool too_low = first;;) {
@@ -503,7 +501,7 @@ struct Fp8Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) total += exchange.of_warp[i][thread];
       float inverse = total > 0.f ? 1.f / total : 0.f;
-      float lse = total > 0.f ? exchange.base[turn][thread] + log2_approx(total) : -infinity();
+      float lse = total > 0.f ? exchange.base[warp][thread] + log2_approx(total) : -infinity();
       const i32 local = group * ROWS + thread, row = at.row0 + local;
       u64 to = 0;
       if (row < at.row_end) {
@@ -676,7 +674,7 @@ struct Fp8Consumer {
       for (int i = 0; i < ROWS / 2; ++i) out[slab][i] = 0.f;
 #pragma unroll
     for (int i = 0; i < COLUMNS; ++i) sum[i] = 0.f;
-    for (u32 row = lane; row < ROWS; row += 32) exchange.base[turn][row] = LOWEST;  // each warp for itself, as in raise
+    for (u32 row = lane; row < ROWS; row += 32) exchange.base[warp][row] = LOWEST;
     __syncwarp();
 
     const i32 cached = p.k_tree != nullptr ? full : tiles;

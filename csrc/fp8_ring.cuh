@@ -13,7 +13,7 @@ namespace treeattn {
 template <int ROWS, int WORDS>
 struct Exchange {
   alignas(16) float of_warp[4][ROWS];  // of a warp's keys: the greatest score of each row, or the sum of its weights
-  float base[2][ROWS];        // of the weights, base 2; by turns
+  float base[4][ROWS];        // of the weights, base 2; the same for each warp, which has its own
   u64 place[ROWS];            // where the row goes at the end of an item; 0: it is not there
   u32 words[2][WORDS][ROWS];  // what each row sees of an edge tile; by turns
 };

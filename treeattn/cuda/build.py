@@ -126,7 +126,7 @@ class Fp8Shape(NamedTuple):
         q = self.consumers * self.rows * self.head_dim * 2
         base = -(-(ring + q + _handed_bytes(self.stages)) // ATOM_BYTES) * ATOM_BYTES
         weights = self.consumers * 2 * self.rows * self.keys * 2
-        exchange = self.consumers * self.rows * (4 * 4 + 2 * 4 + 8 + 2 * 2 * 4)
+        exchange = self.consumers * self.rows * (4 * 4 + 4 * 4 + 8 + 2 * 2 * 4)
         return -(-(base + weights + exchange) // ATOM_BYTES) * ATOM_BYTES
 
 
