@@ -178,6 +178,15 @@ __device__ __forceinline__ void store_two(float* to, float a, float b) {
 // None of this thread's copies is on its way.
 __device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// This thread's copies since the last call are one group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// No more than PENDING groups, the newest, are on their way.
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // This thread's copies so far arrive at the barrier when they are there, as one arrival.
 __device__ __forceinline__ void copy_async_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

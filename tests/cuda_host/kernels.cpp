@@ -15,6 +15,12 @@ int block_threads;
 #include "attention_sm90_d64_window.cu"
 #include "fp8_sm90_d128.cu"
 #include "fp8_sm90_d128_e5m2.cu"
+#include "fp8_wide_sm90_d128.cu"
+#include "fp8_wide_sm90_d128_capped.cu"
+#include "fp8_wide_sm90_d128_capped_e5m2.cu"
+#include "fp8_wide_sm90_d128_e5m2.cu"
+#include "fp8_wide_sm90_d128_window.cu"
+#include "fp8_wide_sm90_d128_window_e5m2.cu"
 #include "mla_sm90.cu"
 
 static treeattn::AttentionParams call;

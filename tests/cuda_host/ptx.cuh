@@ -67,6 +67,7 @@ struct Fiber {
   bool started = false, done = false;
   u32 waits_at = 0;  // a barrier
   std::vector<Copy> open;
+  std::vector<size_t> copied;  // copies behind each commit
   std::vector<Pending> products;
   std::vector<size_t> groups;  // products behind each commit
   size_t issued = 0;           // products so far
@@ -307,14 +308,13 @@ inline T uniform(T number) {
 
 // A barrier: arrivals that it takes, those that are missing, bytes that are, and how often it has completed.
 struct Barrier {
-  unsigned char wanted, missing;
-  unsigned short completed;
+  u32 wanted : 10, missing : 10, completed : 12;
   i32 bytes;
 };
 
 inline Barrier& barrier_at(u32 address) { return *reinterpret_cast<Barrier*>(shared_bytes + address); }
 inline void barrier_init(u32 barrier, u32 arrivals) {
-  barrier_at(barrier) = {static_cast<unsigned char>(arrivals), static_cast<unsigned char>(arrivals), 0, 0};
+  barrier_at(barrier) = {arrivals, arrivals, 0, 0};
 }
 inline void barrier_turn(Barrier& at) {
   if (at.missing != 0 || at.bytes != 0) return;
@@ -359,9 +359,25 @@ inline void copy_now(const Copy& copy) {
     std::memset(shared_bytes + copy.to, 0, 16);
 }
 inline void copy_async_16(u32 to, u64 from, u32 bytes) { machine->fibers[running].open.push_back({to, from, bytes}); }
-inline void copy_async_wait_all() {
-  for (const Copy& copy : machine->fibers[running].open) copy_now(copy);
-  machine->fibers[running].open.clear();
+// The first copies that are on their way.
+inline void copies_come(size_t count) {
+  Fiber& own = machine->fibers[running];
+  for (size_t i = 0; i < count; ++i) copy_now(own.open[i]);
+  own.open.erase(own.open.begin(), own.open.begin() + count);
+  for (size_t& behind : own.copied) behind -= behind < count ? behind : count;
+}
+inline void copy_async_wait_all() { copies_come(machine->fibers[running].open.size()); }
+inline void copy_async_commit() {
+  Fiber& own = machine->fibers[running];
+  own.copied.push_back(own.open.size());
+}
+template <int PENDING>
+inline void copy_async_wait() {
+  Fiber& own = machine->fibers[running];
+  if (own.copied.size() <= PENDING) return;
+  const size_t count = own.copied[own.copied.size() - 1 - PENDING];
+  own.copied.erase(own.copied.begin(), own.copied.end() - PENDING);
+  copies_come(count);
 }
 // The words of a map here: address, shape (4, innermost first), byte strides (3), box (4), bytes of a number.
 inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page, u32 barrier) {
@@ -384,8 +400,7 @@ inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, 
 }
 inline void prefetch(const TensorMap&) {}
 inline void copy_async_arrive(u32 barrier) {
-  for (const Copy& copy : machine->fibers[running].open) copy_now(copy);
-  machine->fibers[running].open.clear();
+  copy_async_wait_all();
   barrier_arrive(barrier);
 }
 inline void reload(u32& number, const u32* from, bool there) {

@@ -32,7 +32,7 @@ from treeattn import backends
 from treeattn.backends import choose_backend
 from treeattn.buffers import tensors_of
 from treeattn.capabilities import CAPABILITIES, Asked, missing
-from treeattn.cuda.build import Fp8Shape, kernels_in, source_dir
+from treeattn.cuda.build import Fp8Shape, Fp8WideShape, kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
 from treeattn.cuda.launch import CacheMaps, fill, params_of, scale_at
 from treeattn.driver import UINT8
@@ -67,7 +67,7 @@ def built(folder: Path, macro: str) -> Path:
             for path in (*source_dir().iterdir(), *HOST.iterdir()):
                 shutil.copy(path, sources)
             names = [name for source in source_dir().glob("*.cu") for name, shape in kernels_in(source.name).items()
-                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape)]  # fmt: skip
+                     if shape.dtype == CALLED or isinstance(shape, (Fp8Shape, Fp8WideShape))]  # fmt: skip
             listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
             subprocess.run(
                 [str(GXX), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
