@@ -323,9 +323,9 @@ struct Consumer {
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= worth;
   }
 
-  // Whether threads have copied a tile to the ring as it is.
+  // Whether threads have copied a tile to the ring, and no fence behind it.
   __device__ __forceinline__ bool threads_copied(i32 tile, bool edge, i32 cached) const {
-    return FP8 ? tile >= cached : edge || p.page_rows == 0;
+    return (FP8 ? tile >= cached : edge) || p.page_rows == 0;
   }
 
   // Scores of the first tile of an item. FP8: `cached` tiles are of the cache.

@@ -1,14 +1,20 @@
 // The producer warpgroup where an FP8 cache is multiplied in 16 bits: makes its numbers of T on the way to the ring, so that
 // consumers read this as for a cache of T (consumer.cuh).
 //
-// All four warps do the same: a warp has 16 keys of each tile, a thread of each half two rows, 8 keys apart, and of these the
-// 16 numbers number t % 4 and t % 4 + 4. It asks for them STAGED tiles ahead (cp.async to places that are its own, which
-// needs no barrier), and writes them as two pieces of 16 bytes; eight threads, which store at a time, have four pieces of two
-// rows each, in all banks. Rows are found one by one: there are no tensor copies, and pages of any size are the same.
+// All four warps do the same, each with 16 keys of each tile, and wait for no other warp of theirs: a warp asks for its rows
+// STAGED tiles ahead, by tensor copies where these can be, else 16 bytes a thread; and puts what has come into the ring. A
+// thread has of each half two rows, 8 keys apart, all of whose 16 numbers number t % 4 and t % 4 + 4 are its: it asks for
+// those itself where threads do. Odd rows begin with the second, so that the eight threads which read or write at a time meet
+// all banks.
 //
 // For a tile of 64 keys a warp takes 8 loads of 16 numbers, 16 stores, and for each two numbers 1 instruction (float16) or 4
-// (bf16): 64 or 256. With what finds and copies rows that is about 150 or 350 of its scheduler's clocks, of which consumers
-// leave some 700 (two) or 500 (three) a tile. In shared memory: 128 clocks for what arrives, 128 to read and 256 to write it.
+// (bf16), 64 or 256, and about 100 others: 200 or 380 of its scheduler's clocks, beside consumers that take about 1,500 (two)
+// or 2,000 (three) for the tile, in 450 instructions each. Shared memory: 128 clocks for what arrives, 128 to read it, 256 to
+// write.
+//
+// What a warp has read may be overwritten by tensor copies that it asks for behind its fence, which also shows wgmma what it
+// has written. Where there are no tensor copies that fence is the consumers', as for all that threads copy: a fence may wait
+// for copies of its own thread, which are on their way all the time here.
 //
 // Fresh rows have 16 bits and are copied to the ring as they are, in tiles of their own (fp8_tiles.cuh).
 //
@@ -31,57 +37,47 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   using Base::lane;
   using Base::memory;
   using Base::p;
+  using Base::pages;
   using Base::place;
   using Base::warp;
-  static constexpr u32 ROWS = KEYS / 4;                 // of a warp, in each half of a tile
-  static constexpr u32 PIECE_BYTES = 128 * 16;          // of a piece of all threads
-  static constexpr u32 PANEL_BYTES = KEYS * 128;        // of the ring
+  static constexpr u32 ROWS = KEYS / 4;           // of a warp, in each half of a tile
+  static constexpr u32 ROW_BYTES = HEAD_DIM;      // in the cache
+  static constexpr u32 PANEL_BYTES = KEYS * 128;  // of the ring
+  static constexpr u32 LEAST_ROWS = 8;            // of a box; the most are ROWS
+  static constexpr i32 TILES_AT_ONCE = 32 * LEAST_ROWS / ROWS;  // whose page ids a warp reads
   static constexpr i32 Q_LATEST = 2;  // tiles that are brought while consumers may still have the Q of the item before
-  static_assert(HEAD_DIM == 128 && ROWS == 16, "four pieces a thread: two rows, two panels");
+  static_assert(ROW_BYTES == 128 && ROWS == 16, "a thread has two rows of two pieces");
   static_assert(Q_LATEST < STAGES, "that many tiles need no consumer of this item");
+
+  u32 turns = 0;  // bit 2 s + h: phase of half h of slot s, whose barrier counts tensor copies only
 
   __device__ __forceinline__ Fp8WideProducer(const AttentionParams& params, Memory& shared) : Base(params, shared) {}
 
-  // --- numbers of the cache ---------------------------------------------------------------------------------------------
+  // Whether a tile comes by tensor copies.
+  __device__ __forceinline__ bool in_boxes(const Cursor& at, i32 tile) const { return tile < at.full_tiles && p.page_rows != 0; }
 
-  // Where this thread's first piece of half a tile arrives.
-  __device__ __forceinline__ u32 arriving(u32 slot, u32 half) const {
-    return shared_address(memory.staged[slot][half]) + thread_in_group() * 16;
+  // Where this thread's piece number i of the row that it has of each 8 is, given a place of the warp's rows.
+  __device__ __forceinline__ u32 piece(u32 i) const { return lane % 4 + (lane / 4 + i) % 2 * 4; }
+  __device__ __forceinline__ u32 staged_piece(u32 rows, u32 i) const {
+    return rows + lane / 4 * 128 + ((piece(i) ^ lane / 4) << 4);
   }
 
-  // Ask for this thread's pieces of half a tile, if there is one; one group in any case. `address`: of lane r the warp's row
-  // r, if its bit 0 is not set.
-  __device__ __forceinline__ void ask(u64 address, u32 slot, u32 half, bool there) const {
-    if (there) {
-      const u32 to = arriving(slot, half);
-#pragma unroll
-      for (u32 row = 0; row < 2; ++row) {
-        const u64 from = __shfl_sync(~0u, address, 8 * row + lane / 4), begin = (from & ~1ull) + lane % 4 * 16;
-#pragma unroll
-        for (u32 panel = 0; panel < 2; ++panel)
-          copy_async_16(to + (2 * row + panel) * PIECE_BYTES, begin + panel * 64, from & 1 ? 0 : 16);
-      }
-    }
-    copy_async_commit();
-  }
-
-  // Half a tile that was asked for to its place in the ring.
-  __device__ __forceinline__ void bring(u32 slot, u32 half) {
-    copy_async_wait<2 * STAGED - 1>();
-    u32 numbers[4][4];
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) load_shared_16(numbers[i], arriving(slot, half) + i * PIECE_BYTES);
-    const u32 begin = this->wait_empty(half);
-    this->template spoil<4>(begin, warp);
-    const u32 to = begin + (warp * ROWS + lane / 4) * 128 + ((2 * (lane % 4) ^ lane / 4) << 4);
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) store_widened<T, Format>(to + i / 2 * (8 * 128) + i % 2 * PANEL_BYTES, numbers[i]);
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&memory.full[place.stage()][half]), PRODUCER_ARRIVALS / 4);
+  // This warp's rows of half a tile that is asked for.
+  __device__ __forceinline__ u32 staged_rows(u32 slot, u32 half) const {
+    return shared_address(memory.staged[slot][half]) + warp * (ROWS * 128);
   }
 
   // --- where rows are ---------------------------------------------------------------------------------------------------
+
+  // Page ids of the next full tiles: lane 2 t + b has that of box b of tile t, where these have LEAST_ROWS. (Else odd lanes
+  // are not asked.) Without tensor maps: as load_pages of producer.cuh.
+  __device__ __forceinline__ void find_pages(const Cursor& at, i32 tile) {
+    if (p.page_rows == 0) return this->load_pages(pages, at, tile);
+    tile += lane / 2;
+    const u32 position = at.full_key + tile * KEYS + warp * ROWS + lane % 2 * LEAST_ROWS;
+    const u64 index = first_page(p, at) + page_of(p, position);
+    reload(pages, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
+  }
 
   // This warp's rows of an edge tile, of lane r row r % 16: half of those of an edge unit, which is before `end` or empty.
   __device__ __forceinline__ KeyAddress edge_rows(const Cursor& at, i32 unit, i32 end) const {
@@ -92,27 +88,103 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
     return {__shfl_sync(~0u, address.k, from), __shfl_sync(~0u, address.v, from)};
   }
 
-  // The same of a tile of the cache; page ids as in full_rows of producer.cuh.
-  __device__ __forceinline__ KeyAddress cached_rows(const Cursor& at, i32 tile, i32 cached, u32& pages) const {
-    if (seldom(tile >= at.full_tiles)) return edge_rows(at, fp8_unit<KEYS>(p, at, tile, cached), cached_end(p, at));
+  // The same of a tile of the cache.
+  __device__ __forceinline__ KeyAddress cached_rows(const Cursor& at, i32 tile, i32 cached) {
+    if (tile >= at.full_tiles) return edge_rows(at, fp8_unit<KEYS>(p, at, tile, cached), cached_end(p, at));
     const u32 page = __shfl_sync(~0u, pages, tile % Base::PAGE_TILES * ROWS + lane % ROWS);
     const KeyAddress address = this->cached(page, this->position_at(at, tile), at.kv_head);
-    if (tile % Base::PAGE_TILES == Base::PAGE_TILES - 1) this->load_pages(pages, at, tile + 1);
+    if (tile % Base::PAGE_TILES == Base::PAGE_TILES - 1) find_pages(at, tile + 1);
     return address;
+  }
+
+  // --- numbers of the cache ---------------------------------------------------------------------------------------------
+
+  // Ask for this warp's rows of half a full tile by tensor copies, a lane for each box.
+  __device__ __forceinline__ void ask_boxes(const Cursor& at, i32 tile, u32 slot, u32 half) {
+    const u32 page = __shfl_sync(~0u, pages, tile % TILES_AT_ONCE * 2 + lane % 2);
+    const u32 barrier = shared_address(&memory.arrived[slot][half][warp]);
+    if (lane == 0) barrier_expect(barrier, ROWS * ROW_BYTES);
+    __syncwarp();
+    if (lane * p.page_rows < ROWS) {
+      const u32 position = at.full_key + tile * KEYS + warp * ROWS + lane * LEAST_ROWS;
+      copy_box(staged_rows(slot, half) + lane * (LEAST_ROWS * 128), half == 0 ? p.k_map : p.v_map, 0,
+               position - page_of(p, position) * p.page_size, at.kv_head, page, barrier);
+    }
+    if (half == 1 && tile % TILES_AT_ONCE == TILES_AT_ONCE - 1) find_pages(at, tile + 1);
+  }
+
+  // Ask for this thread's pieces of half a tile. `address`: of lane r the warp's row r, if its bit 0 is not set.
+  __device__ __forceinline__ void ask_rows(u64 address, u32 slot, u32 half) const {
+    const u32 to = staged_rows(slot, half);
+#pragma unroll
+    for (u32 row = 0; row < 2; ++row) {
+      const u64 from = __shfl_sync(~0u, address, 8 * row + lane / 4);
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i)
+        copy_async_16(staged_piece(to, i) + row * (8 * 128), (from & ~1ull) + piece(i) * 16, from & 1 ? 0 : 16);
+    }
+  }
+
+  // Ask for half of a tile of the cache, if there is one; one group in any case. The second half's rows are found with the
+  // first's.
+  __device__ __forceinline__ void ask(KeyAddress& rows, const Cursor& at, i32 tile, i32 cached, u32 slot, u32 half) {
+    if (tile < cached) {
+      if (in_boxes(at, tile)) {
+        ask_boxes(at, tile, slot, half);
+      } else {
+        if (half == 0) rows = cached_rows(at, tile, cached);
+        ask_rows(half == 0 ? rows.k : rows.v, slot, half);
+      }
+    }
+    copy_async_commit();
+  }
+
+  // This thread's pieces number i of both rows.
+  __device__ __forceinline__ void take(u32 (&numbers)[2][4], u32 from, u32 i) const {
+#pragma unroll
+    for (u32 row = 0; row < 2; ++row) load_shared_16(numbers[row], staged_piece(from, i) + row * (8 * 128));
+#if TREEATTN_CANARY  // what is read before it has come shows as NaN
+#pragma unroll
+    for (u32 row = 0; row < 2; ++row) store_shared_16(staged_piece(from, i) + row * (8 * 128), ~0u, ~0u, ~0u, ~0u);
+#endif
+  }
+
+  // This warp's rows of half a tile that was asked for to their place in the ring.
+  __device__ __forceinline__ void bring(const Cursor& at, i32 tile, u32 slot, u32 half) {
+    copy_async_wait<2 * STAGED - 1>();
+    if (in_boxes(at, tile)) {
+      const u32 bit = 2 * slot + half;
+      barrier_wait(shared_address(&memory.arrived[slot][half][warp]), turns >> bit & 1);
+      turns ^= 1 << bit;
+    }
+    const u32 from = staged_rows(slot, half);
+    u32 numbers[2][4];
+    take(numbers, from, 0);
+    const u32 begin = this->wait_empty(half);
+    this->template spoil<4>(begin, warp);
+    const u32 to = begin + (warp * ROWS + lane / 4) * 128 + ((2 * (lane % 4) ^ lane / 4) << 4);
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      if (i > 0) take(numbers, from, i);
+#pragma unroll
+      for (u32 row = 0; row < 2; ++row)
+        store_widened<T, Format>(to + (lane / 4 + i) % 2 * PANEL_BYTES + row * (8 * 128), numbers[row]);
+    }
+    if (p.page_rows != 0) fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&memory.full[place.stage()][half]), PRODUCER_ARRIVALS / 4);
   }
 
   // --- items ------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void item(const Cursor& at) {
     const Fp8Tiles tiles = fp8_tiles<KEYS>(p, at);
-    u32 pages = 0, slot = 0;
-    this->load_pages(pages, at, 0);
+    KeyAddress rows;
+    find_pages(at, 0);
 #pragma unroll 1
     for (i32 tile = 0; tile < STAGED; ++tile) {
-      KeyAddress rows = {};
-      if (tile < tiles.cached) rows = cached_rows(at, tile, tiles.cached, pages);
-      ask(rows.k, tile, 0, tile < tiles.cached);
-      ask(rows.v, tile, 1, tile < tiles.cached);
+      ask(rows, at, tile, tiles.cached, tile, 0);
+      ask(rows, at, tile, tiles.cached, tile, 1);
     }
     if (warp == 0) {
       this->pass_item();
@@ -122,6 +194,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
       this->publish(behind);
     }
     bool has_q = warp == 0 || place.item() == 0;  // not the first warp's, and the first item's is the consumers' own
+    u32 slot = 0;
 #pragma unroll 1
     for (i32 tile = 0; tile < tiles.all; ++tile) {
       if (!has_q) {
@@ -129,18 +202,15 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
         if (has_q) this->copy_q(at);
       }
       if (tile < tiles.cached) {
-        const bool more = tile + STAGED < tiles.cached;
-        KeyAddress rows = {};
-        bring(slot, 0);
-        if (more) rows = cached_rows(at, tile + STAGED, tiles.cached, pages);
-        ask(rows.k, slot, 0, more);
-        bring(slot, 1);
-        ask(rows.v, slot, 1, more);
+        bring(at, tile, slot, 0);
+        ask(rows, at, tile + STAGED, tiles.cached, slot, 0);
+        bring(at, tile, slot, 1);
+        ask(rows, at, tile + STAGED, tiles.cached, slot, 1);
         slot = slot == STAGED - 1 ? 0 : slot + 1;
       } else {
-        const KeyAddress rows = edge_rows(at, fp8_unit<KEYS>(p, at, tile, tiles.cached), at.edge_end);
+        const KeyAddress fresh = edge_rows(at, fp8_unit<KEYS>(p, at, tile, tiles.cached), at.edge_end);
 #pragma unroll 1
-        for (u32 half = 0; half < 2; ++half) this->template copy<4>(half == 0 ? rows.k : rows.v, half, warp);
+        for (u32 half = 0; half < 2; ++half) this->template copy<4>(half == 0 ? fresh.k : fresh.v, half, warp);
       }
       place = place.next();
     }
@@ -151,6 +221,9 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   __device__ __forceinline__ void begin() {
     this->begin_walk();
     this->find_item();
+    static_assert(STAGED * 2 * 4 <= 32, "a lane for each barrier");
+    if (lane < STAGED * 2 * 4) barrier_init(shared_address(memory.arrived) + 8 * lane, 1);
+    fence_async_proxy();
   }
 
   __device__ __forceinline__ void run() {
