@@ -55,19 +55,19 @@ __device__ __forceinline__ float bounded(float scale) { return fminf(fmaxf(scale
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
 
-// 16 numbers to a row of a panel of numbers of T, from the even one of its 16-byte chunks at `to` on.
+// 16 numbers as numbers of T, to two 16-byte chunks of shared memory.
 template <class T, class Format>
-__device__ __forceinline__ void store_widened(u32 to, const u32 (&numbers)[4]) {
+__device__ __forceinline__ void store_widened(u32 first, u32 second, const u32 (&numbers)[4]) {
   u32 made[8];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 first, last;
-    widen<Format>(numbers[i], first, last);
-    made[2 * i] = narrow_halves<T>(first);
-    made[2 * i + 1] = narrow_halves<T>(last);
+    u32 low, high;
+    widen<Format>(numbers[i], low, high);
+    made[2 * i] = narrow_halves<T>(low);
+    made[2 * i + 1] = narrow_halves<T>(high);
   }
-  store_shared_16(to, made[0], made[1], made[2], made[3]);
-  store_shared_16(to ^ 16, made[4], made[5], made[6], made[7]);
+  store_shared_16(first, made[0], made[1], made[2], made[3]);
+  store_shared_16(second, made[4], made[5], made[6], made[7]);
 }
 
 }  // namespace treeattn

@@ -42,6 +42,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   using Base::warp;
   static constexpr u32 ROWS = KEYS / 4;           // of a warp, in each half of a tile
   static constexpr u32 ROW_BYTES = HEAD_DIM;      // in the cache
+  static constexpr u32 HALF_BYTES = KEYS * ROW_BYTES, SLOT_BYTES = 2 * HALF_BYTES, OTHER_PIECE = 64;
   static constexpr u32 PANEL_BYTES = KEYS * 128;  // of the ring
   static constexpr u32 LEAST_ROWS = 8;            // of a box; the most are ROWS
   static constexpr i32 TILES_AT_ONCE = 32 * LEAST_ROWS / ROWS;  // whose page ids a warp reads
@@ -49,23 +50,24 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   static_assert(ROW_BYTES == 128 && ROWS == 16, "a thread has two rows of two pieces");
   static_assert(Q_LATEST < STAGES, "that many tiles need no consumer of this item");
 
-  u32 turns = 0;  // bit 2 s + h: phase of half h of slot s, whose barrier counts tensor copies only
+  u32 turns = 0;  // bit s: phase of slot s, whose barrier counts tensor copies only
+  u32 from;       // this thread's first piece in a slot; the other one of its row is at `from` ^ OTHER_PIECE
+  u32 to;         // where its first half goes in a stage, seen from the stage's begin; of the other piece `to` ^ PANEL_BYTES
 
   __device__ __forceinline__ Fp8WideProducer(const AttentionParams& params, Memory& shared) : Base(params, shared) {}
 
-  // Whether a tile comes by tensor copies.
-  __device__ __forceinline__ bool in_boxes(const Cursor& at, i32 tile) const { return tile < at.full_tiles && p.page_rows != 0; }
-
-  // Where this thread's piece number i of the row that it has of each 8 is, given a place of the warp's rows.
-  __device__ __forceinline__ u32 piece(u32 i) const { return lane % 4 + (lane / 4 + i) % 2 * 4; }
-  __device__ __forceinline__ u32 staged_piece(u32 rows, u32 i) const {
-    return rows + lane / 4 * 128 + ((piece(i) ^ lane / 4) << 4);
+  __device__ __forceinline__ void find_pieces() {
+    this->find_thread();
+    const u32 row = lane / 4, piece = first_piece();
+    from = shared_address(memory.staged) + (warp * ROWS + row) * 128 + ((piece ^ row) << 4);
+    to = piece / 4 * PANEL_BYTES + (warp * ROWS + row) * 128 + ((piece % 4 * 2 ^ row) << 4);
   }
 
-  // This warp's rows of half a tile that is asked for.
-  __device__ __forceinline__ u32 staged_rows(u32 slot, u32 half) const {
-    return shared_address(memory.staged[slot][half]) + warp * (ROWS * 128);
-  }
+  // Number of this thread's first piece in its rows, of eight.
+  __device__ __forceinline__ u32 first_piece() const { return lane % 4 + lane / 4 % 2 * 4; }
+
+  // Tiles that come by tensor copies.
+  __device__ __forceinline__ i32 boxed_tiles(const Cursor& at) const { return p.page_rows != 0 ? at.full_tiles : 0; }
 
   // --- where rows are ---------------------------------------------------------------------------------------------------
 
@@ -99,77 +101,70 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
 
   // --- numbers of the cache ---------------------------------------------------------------------------------------------
 
-  // Ask for this warp's rows of half a full tile by tensor copies, a lane for each box.
-  __device__ __forceinline__ void ask_boxes(const Cursor& at, i32 tile, u32 slot, u32 half) {
+  // Ask for this warp's rows of a full tile by tensor copies, a lane for each box of K and of V.
+  __device__ __forceinline__ void ask_boxes(const Cursor& at, i32 tile, u32 slot) {
     const u32 page = __shfl_sync(~0u, pages, tile % TILES_AT_ONCE * 2 + lane % 2);
-    const u32 barrier = shared_address(&memory.arrived[slot][half][warp]);
-    if (lane == 0) barrier_expect(barrier, ROWS * ROW_BYTES);
+    const u32 barrier = shared_address(&memory.arrived[slot][warp]), rows = shared_address(memory.staged[slot]) + warp * ROWS * 128;
+    if (lane == 0) barrier_expect(barrier, 2 * ROWS * ROW_BYTES);
     __syncwarp();
     if (lane * p.page_rows < ROWS) {
       const u32 position = at.full_key + tile * KEYS + warp * ROWS + lane * LEAST_ROWS;
-      copy_box(staged_rows(slot, half) + lane * (LEAST_ROWS * 128), half == 0 ? p.k_map : p.v_map, 0,
-               position - page_of(p, position) * p.page_size, at.kv_head, page, barrier);
+      const u32 within = position - page_of(p, position) * p.page_size;
+      const u32 box = rows + lane * (LEAST_ROWS * 128);
+      copy_box(box, p.k_map, 0, within, at.kv_head, page, barrier);
+      copy_box(box + HALF_BYTES, p.v_map, 0, within, at.kv_head, page, barrier);
     }
-    if (half == 1 && tile % TILES_AT_ONCE == TILES_AT_ONCE - 1) find_pages(at, tile + 1);
+    if (tile % TILES_AT_ONCE == TILES_AT_ONCE - 1) find_pages(at, tile + 1);
   }
 
   // Ask for this thread's pieces of half a tile. `address`: of lane r the warp's row r, if its bit 0 is not set.
-  __device__ __forceinline__ void ask_rows(u64 address, u32 slot, u32 half) const {
-    const u32 to = staged_rows(slot, half);
+  __device__ __forceinline__ void ask_rows(u64 address, u32 begin) const {
 #pragma unroll
     for (u32 row = 0; row < 2; ++row) {
-      const u64 from = __shfl_sync(~0u, address, 8 * row + lane / 4);
-#pragma unroll
-      for (u32 i = 0; i < 2; ++i)
-        copy_async_16(staged_piece(to, i) + row * (8 * 128), (from & ~1ull) + piece(i) * 16, from & 1 ? 0 : 16);
+      const u64 found = __shfl_sync(~0u, address, 8 * row + lane / 4), piece = (found & ~1ull) + first_piece() * 16;
+      copy_async_16(begin + row * (8 * 128), piece, found & 1 ? 0 : 16);
+      copy_async_16((begin ^ OTHER_PIECE) + row * (8 * 128), piece ^ 64, found & 1 ? 0 : 16);
     }
   }
 
-  // Ask for half of a tile of the cache, if there is one; one group in any case. The second half's rows are found with the
-  // first's.
-  __device__ __forceinline__ void ask(KeyAddress& rows, const Cursor& at, i32 tile, i32 cached, u32 slot, u32 half) {
-    if (tile < cached) {
-      if (in_boxes(at, tile)) {
-        ask_boxes(at, tile, slot, half);
-      } else {
-        if (half == 0) rows = cached_rows(at, tile, cached);
-        ask_rows(half == 0 ? rows.k : rows.v, slot, half);
-      }
+  // Ask for a tile of the cache, if there is one; one group in any case.
+  __device__ __forceinline__ void ask(const Cursor& at, i32 tile, const Fp8Tiles& tiles, i32 boxed, u32 slot) {
+    if (tile < boxed) {
+      ask_boxes(at, tile, slot);
+    } else if (tile < tiles.cached) {
+      const KeyAddress rows = cached_rows(at, tile, tiles.cached);
+      ask_rows(rows.k, from + slot * SLOT_BYTES);
+      ask_rows(rows.v, from + slot * SLOT_BYTES + HALF_BYTES);
     }
     copy_async_commit();
   }
 
-  // This thread's pieces number i of both rows.
-  __device__ __forceinline__ void take(u32 (&numbers)[2][4], u32 from, u32 i) const {
+  // The same pieces of two rows.
+  static __device__ __forceinline__ void take(u32 (&numbers)[2][4], u32 begin) {
 #pragma unroll
-    for (u32 row = 0; row < 2; ++row) load_shared_16(numbers[row], staged_piece(from, i) + row * (8 * 128));
+    for (u32 row = 0; row < 2; ++row) load_shared_16(numbers[row], begin + row * (8 * 128));
 #if TREEATTN_CANARY  // what is read before it has come shows as NaN
 #pragma unroll
-    for (u32 row = 0; row < 2; ++row) store_shared_16(staged_piece(from, i) + row * (8 * 128), ~0u, ~0u, ~0u, ~0u);
+    for (u32 row = 0; row < 2; ++row) store_shared_16(begin + row * (8 * 128), ~0u, ~0u, ~0u, ~0u);
 #endif
   }
 
-  // This warp's rows of half a tile that was asked for to their place in the ring.
-  __device__ __forceinline__ void bring(const Cursor& at, i32 tile, u32 slot, u32 half) {
-    copy_async_wait<2 * STAGED - 1>();
-    if (in_boxes(at, tile)) {
-      const u32 bit = 2 * slot + half;
-      barrier_wait(shared_address(&memory.arrived[slot][half][warp]), turns >> bit & 1);
-      turns ^= 1 << bit;
-    }
-    const u32 from = staged_rows(slot, half);
+  static __device__ __forceinline__ void put(u32 begin, const u32 (&numbers)[2][4]) {
+    const u32 second = begin ^ 16;
+#pragma unroll
+    for (u32 row = 0; row < 2; ++row)
+      store_widened<T, Format>(begin + row * (8 * 128), second + row * (8 * 128), numbers[row]);
+  }
+
+  // This warp's rows of half a tile that has come to their place in the ring.
+  __device__ __forceinline__ void bring(u32 begin, u32 half) {
     u32 numbers[2][4];
-    take(numbers, from, 0);
-    const u32 begin = this->wait_empty(half);
-    this->template spoil<4>(begin, warp);
-    const u32 to = begin + (warp * ROWS + lane / 4) * 128 + ((2 * (lane % 4) ^ lane / 4) << 4);
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      if (i > 0) take(numbers, from, i);
-#pragma unroll
-      for (u32 row = 0; row < 2; ++row)
-        store_widened<T, Format>(to + (lane / 4 + i) % 2 * PANEL_BYTES + row * (8 * 128), numbers[row]);
-    }
+    take(numbers, begin);
+    const u32 stage = this->wait_empty(half);
+    this->template spoil<4>(stage, warp);
+    put(stage + to, numbers);
+    take(numbers, begin ^ OTHER_PIECE);
+    put(stage + (to ^ PANEL_BYTES), numbers);
     if (p.page_rows != 0) fence_async_proxy();
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&memory.full[place.stage()][half]), PRODUCER_ARRIVALS / 4);
@@ -177,15 +172,25 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
 
   // --- items ------------------------------------------------------------------------------------------------------------
 
+  // A tile of the cache from a slot to the ring, and the one for which it makes room to the slot.
+  __device__ __forceinline__ void cached_tile(const Cursor& at, i32 tile, const Fp8Tiles& tiles, i32 boxed, u32 slot) {
+    copy_async_wait<STAGED - 1>();
+    if (tile < boxed) {
+      barrier_wait(shared_address(&memory.arrived[slot][warp]), turns >> slot & 1);
+      turns ^= 1 << slot;
+    }
+    const u32 begin = from + slot * SLOT_BYTES;
+    bring(begin, 0);
+    bring(begin + HALF_BYTES, 1);
+    ask(at, tile + STAGED, tiles, boxed, slot);
+  }
+
   __device__ __forceinline__ void item(const Cursor& at) {
     const Fp8Tiles tiles = fp8_tiles<KEYS>(p, at);
-    KeyAddress rows;
+    const i32 boxed = boxed_tiles(at);
     find_pages(at, 0);
 #pragma unroll 1
-    for (i32 tile = 0; tile < STAGED; ++tile) {
-      ask(rows, at, tile, tiles.cached, tile, 0);
-      ask(rows, at, tile, tiles.cached, tile, 1);
-    }
+    for (i32 tile = 0; tile < STAGED; ++tile) ask(at, tile, tiles, boxed, tile);
     if (warp == 0) {
       this->pass_item();
       this->find_item();
@@ -202,10 +207,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
         if (has_q) this->copy_q(at);
       }
       if (tile < tiles.cached) {
-        bring(at, tile, slot, 0);
-        ask(rows, at, tile + STAGED, tiles.cached, slot, 0);
-        bring(at, tile, slot, 1);
-        ask(rows, at, tile + STAGED, tiles.cached, slot, 1);
+        cached_tile(at, tile, tiles, boxed, slot);
         slot = slot == STAGED - 1 ? 0 : slot + 1;
       } else {
         const KeyAddress fresh = edge_rows(at, fp8_unit<KEYS>(p, at, tile, tiles.cached), at.edge_end);
@@ -221,13 +223,13 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   __device__ __forceinline__ void begin() {
     this->begin_walk();
     this->find_item();
-    static_assert(STAGED * 2 * 4 <= 32, "a lane for each barrier");
-    if (lane < STAGED * 2 * 4) barrier_init(shared_address(memory.arrived) + 8 * lane, 1);
+    static_assert(STAGED * 4 <= 32, "a lane for each barrier");
+    if (lane < STAGED * 4) barrier_init(shared_address(memory.arrived) + 8 * lane, 1);
     fence_async_proxy();
   }
 
   __device__ __forceinline__ void run() {
-    this->find_thread();
+    find_pieces();
     if (warp == 0) this->publish(place);
     for (;;) {
       barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());

@@ -19,7 +19,7 @@ struct Fp8WideShared : Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS> {
 
   struct alignas(ATOM_BYTES) Layout : Base::Layout {
     alignas(ATOM_BYTES) unsigned char staged[STAGED][2][KEYS * HEAD_DIM];  // K, V
-    u64 arrived[STAGED][2][4];  // tensor copies of a warp's rows have
+    u64 arrived[STAGED][4];  // tensor copies of a warp's rows have
   };
 };
 
