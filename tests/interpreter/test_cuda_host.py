@@ -584,7 +584,13 @@ FP8_SHAPES = {
     "rows-of-40": {"q_lens": [8], "prefixes": [500], "heads": (5, 1), "page_size": 64},
     "second-consumer-of-one": {"q_lens": [17, 18, 19], "prefixes": [64, 333, 130], "heads": (8, 2), "page_size": 32},
     "tiles-of-130": {"q_lens": [65], "prefixes": [500], "heads": (4, 1), "page_size": 64},
-    "three-tiles-of-72": {"q_lens": [40], "prefixes": [200], "heads": (5, 1), "page_size": 16},
+    "200-rows": {"q_lens": [40], "prefixes": [200], "heads": (5, 1), "page_size": 16},
+    "wide-c2": {"q_lens": [20], "prefixes": [900], "heads": (4, 1), "page_size": 64},
+    "wide-c2-boxes-of-8": {"q_lens": [20, 3], "prefixes": [413, 1300], "heads": (4, 1), "page_size": 24},
+    "wide-c2-fresh": {"q_lens": [20, 40], "prefixes": [333, 64], "heads": (4, 1), "page_size": 16, "tree_kv": "fresh"},
+    "wide-c2-page-1": {"q_lens": [20, 9], "prefixes": [333, 64], "heads": (4, 1), "page_size": 1},
+    "wide-c3-page-1": {"q_lens": [17], "prefixes": [460], "heads": (8, 1), "page_size": 1, "kv_layout": "HND"},
+    "wide-c3-fresh": {"q_lens": [17, 17], "prefixes": [333, 31], "heads": (8, 1), "page_size": 64, "tree_kv": "fresh"},
     "page-1": {"q_lens": [9, 17], "prefixes": [333, 64], "heads": (4, 1), "page_size": 1},
     "fresh-of-72": {"q_lens": [17], "prefixes": [333], "heads": (4, 1), "page_size": 64, "tree_kv": "fresh"},
     "fresh-wide": {"q_lens": [70, 3], "prefixes": [130, 20], "heads": (2, 2), "page_size": 16, "tree_kv": "fresh"},
@@ -606,6 +612,8 @@ def test_fp8_shapes(name: str) -> None:
 FP8_OPTION_SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape for name, shape in OPTION_SHAPES.items() if name != "c2"},
     "one-tile-of-72": {"q_lens": [17, 5], "prefixes": [333, 64], "heads": (4, 1), "page_size": 64, "table": "block"},
+    "wide-c2": {"q_lens": [20, 5], "prefixes": [333, 64], "heads": (4, 1), "page_size": 64, "table": "block"},
+    "wide-c2-fresh": {"q_lens": [20], "prefixes": [200], "heads": (4, 1), "page_size": 12, "tree_kv": "fresh"},
     "fresh-of-72": {"q_lens": [17, 40], "prefixes": [333, 70], "heads": (4, 2), "page_size": 16, "tree_kv": "fresh"},
 }
 
@@ -629,7 +637,8 @@ def test_fp8_options(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("on_host_fp8")
 def test_fp8_scales_of_scores(sm_scale: float, turn: int, tree_kv: str) -> None:
     """With 3, rows jump from key to key: bases move in most tiles."""
-    case = cached({"q_lens": [17], "prefixes": [600], "heads": (4, 1), "page_size": 64, "tree_kv": tree_kv}, turn)
+    heads = (8, 1) if turn % 2 else (4, 1)
+    case = cached({"q_lens": [17], "prefixes": [600], "heads": heads, "page_size": 64, "tree_kv": tree_kv}, turn)
     case = dataclasses.replace(case, sm_scale=sm_scale)
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"

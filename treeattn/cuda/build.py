@@ -156,7 +156,7 @@ class Fp8WideShape(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Size of ``Fp8WideShared::Layout`` (csrc/fp8_wide_ring.cuh), which a compile test compares with the compiler's."""
+        """Size of ``Fp8WideShared::Layout`` (csrc/fp8_wide_ring.cuh), compared with the compiler's by a test."""
         ring = KernelShape(
             self.dtype, self.head_dim, self.consumers, self.keys, self.stages, self.q_steps, self.blocks, self.options
         )
