@@ -86,9 +86,10 @@ struct Consumer {
     return p.cap_in;
   }
 
-  // Wait for the item's Q, or copy this warp's rows of the first item's, and bring the first dims to registers. `sign`: of
-  // scales, as q_sign.
-  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], const Cursor& at, u32 sign) {
+  // Wait for the item's Q, or copy this warp's rows of the first item's, and bring the first dims to registers. FP8:
+  // `fp8_sign` is that of both scales, as q_sign.
+  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], const Cursor& at, u32 fp8_sign) {
+    const u32& sign = FP8 ? fp8_sign : p.q_sign;
     if (place.item() == 0) {
       const u32 thread = thread_in_block();
       copy_rows<HEAD_DIM, 16>(copy_place<HEAD_DIM>(q_address, 64, thread % 128 / 32 * 16, thread % 32),
