@@ -7,10 +7,9 @@
 // those itself where threads do. Odd rows begin with the second, so that the eight threads which read or write at a time meet
 // all banks.
 //
-// For a tile of 64 keys a warp takes 8 loads of 16 numbers, 16 stores, and for each two numbers 1 instruction (float16) or 4
-// (bf16), 64 or 256, and about 100 others: 200 or 380 of its scheduler's clocks, beside consumers that take about 1,500 (two)
-// or 2,000 (three) for the tile, in 450 instructions each. Shared memory: 128 clocks for what arrives, 128 to read it, 256 to
-// write.
+// For a tile of 64 keys a warp takes 8 loads of 16 numbers and 16 stores, for each two numbers 1 instruction (float16) or 4
+// (bf16), and about 165 others: 255 or 445 in all, beside two or three consumer warps of 300 each on its scheduler, which take
+// about 1,500 or 2,000 clocks for the tile. Shared memory: 128 clocks for what arrives, 128 to read it, 256 to write.
 //
 // What a warp has read may be overwritten by tensor copies that it asks for behind its fence, which also shows wgmma what it
 // has written. Where there are no tensor copies that fence is the consumers', as for all that threads copy: a fence may wait

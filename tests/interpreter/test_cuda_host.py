@@ -712,3 +712,53 @@ def test_fp8_beside_fresh_numbers_that_float16_has_not(what: str) -> None:
     large[300:] *= 2.0**20
     verdict = check_case(dataclasses.replace(case.with_content(**{what: (large,)}), sm_scale=1e-6), "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("heads", [(4, 1), (8, 1)], ids=["one-consumer", "wide"])
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_inf_and_nan_come_through(turn: int, heads: tuple[int, int]) -> None:
+    """Of V, in the dims where they are; by tensor copies and by rows."""
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": heads, "page_size": (64, 1)[turn % 2]}, turn)
+    (content,) = case.content_v
+    odd = content.clone()
+    odd[5, :, 3] = odd[70, :, 77] = odd[299, :, 127] = float("nan")
+    kv_dtype = KINDS[turn][1]
+    if kv_dtype == E5M2:
+        odd[130, :, 5], odd[9, :, 64] = float("inf"), float("-inf")
+    outs = []
+    for given in (case, case.with_content(v=(odd,))):
+        step = treeattn.plan(given.layout(), given.kv(), **group_of(given), backend="triton")
+        out = treeattn.tree_attention(given.q, given.k_cache, given.v_cache, step, **call_of(given))
+        assert isinstance(out, torch.Tensor)
+        outs.append(out)
+    plain, out = outs
+    others = torch.ones(128, dtype=torch.bool, device=out.device)
+    others[[3, 5, 64, 77, 127]] = False
+    assert out[..., [3, 77, 127]].isnan().all()
+    assert torch.equal(out[..., others], plain[..., others])
+    if kv_dtype == E5M2:
+        assert (out[..., 5] == float("inf")).all()
+        assert (out[..., 64] == float("-inf")).all()
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("tree_kv", ["logical", "fresh"])
+@pytest.mark.parametrize("q_len", [10, 17, 20])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_negative_scales(q_len: int, tree_kv: str, cap: float) -> None:
+    """The same bytes, of which each stands for the opposite; 80, 136 and 160 rows."""
+    options = Options(kv_dtype=E4M3, scales="float", logits_soft_cap=cap)
+    case = shaped([q_len], [200], (8, 1), 128, options=options, page_size=16, tree_kv=tree_kv)
+    assert isinstance(case.k_scale, float)
+    assert isinstance(case.v_scale, float)
+    (k,), (v,) = case.content_k, case.content_v
+    signs = torch.full((k.shape[0], 1, 1), -1.0)
+    if tree_kv == "fresh":
+        signs[200:] = 1.0  # not scaled
+    given = dataclasses.replace(case, k_scale=-case.k_scale, v_scale=-case.v_scale, content_k=(k * signs,),
+                                content_v=(v * signs,))  # fmt: skip
+    verdict = check_case(given, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
