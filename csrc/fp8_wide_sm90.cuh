@@ -24,6 +24,14 @@ struct Fp8WideRegisters<3> {
   static constexpr int PRODUCER = 56, CONSUMER = 152;
 };
 
+// Of a thread at launch. A warpgroup that asks for more than the others leave of all waits for ever.
+template <int CONSUMERS>
+constexpr int LAUNCH_REGISTERS = 65536 / (128 * (CONSUMERS + 1)) / 8 * 8;
+template <int CONSUMERS>
+constexpr bool REGISTERS_SUFFICE = CONSUMERS * Fp8WideRegisters<CONSUMERS>::CONSUMER + Fp8WideRegisters<CONSUMERS>::PRODUCER <=
+                                   (CONSUMERS + 1) * LAUNCH_REGISTERS<CONSUMERS>;
+static_assert(REGISTERS_SUFFICE<2> && REGISTERS_SUFFICE<3>);
+
 }  // namespace treeattn
 
 // One kernel: as TREEATTN_ATTENTION, with the format of the caches and the tiles on their way. The host reads these lines

@@ -609,6 +609,20 @@ def test_fp8_shapes(name: str) -> None:
         assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
+@pytest.mark.parametrize("turn", range(8))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_whoever_is_ahead(turn: int) -> None:
+    """Items of all lengths for the wide kernels: each tile comes to each place of both rings, in each kind of copy."""
+    count, group = (24, 4) if turn % 2 else (16, 8)  # 76 or 152 rows at most
+    prefixes = [(0, 64, 5, 130, 33, 32, 200, 96, 520)[request * request % 9] for request in range(count + turn)]
+    nodes = [(3, 19, 1, 9)[request % 4] for request in range(count + turn)]
+    shape = {"q_lens": [19] * len(nodes), "nodes": nodes, "prefixes": prefixes, "heads": (group, 1),
+             "page_size": (16, 64, 1, 8)[turn // 2], "tree_kv": ("logical", "fresh", "slots")[turn % 3]}  # fmt: skip
+    case = cached(shape, turn)
+    verdict = check_case(case, "triton", ("plain", "static")[turn // 4])
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
 FP8_OPTION_SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape for name, shape in OPTION_SHAPES.items() if name != "c2"},
     "one-tile-of-72": {"q_lens": [17, 5], "prefixes": [333, 64], "heads": (4, 1), "page_size": 64, "table": "block"},
