@@ -55,10 +55,9 @@ __device__ __forceinline__ float bounded(float scale) { return fminf(fmaxf(scale
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
 
-// 16 numbers as numbers of T, to two 16-byte chunks of shared memory.
+// 16 numbers as numbers of T.
 template <class T, class Format>
-__device__ __forceinline__ void store_widened(u32 first, u32 second, const u32 (&numbers)[4]) {
-  u32 made[8];
+__device__ __forceinline__ void widen_all(u32 (&made)[8], const u32 (&numbers)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     u32 low, high;
@@ -66,6 +65,10 @@ __device__ __forceinline__ void store_widened(u32 first, u32 second, const u32 (
     made[2 * i] = narrow_halves<T>(low);
     made[2 * i + 1] = narrow_halves<T>(high);
   }
+}
+
+// To two 16-byte chunks of shared memory.
+__device__ __forceinline__ void store_widened(u32 first, u32 second, const u32 (&made)[8]) {
   store_shared_16(first, made[0], made[1], made[2], made[3]);
   store_shared_16(second, made[4], made[5], made[6], made[7]);
 }

@@ -151,8 +151,11 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   static __device__ __forceinline__ void put(u32 begin, const u32 (&numbers)[2][4]) {
     const u32 second = begin ^ 16;
 #pragma unroll
-    for (u32 row = 0; row < 2; ++row)
-      store_widened<T, Format>(begin + row * (8 * 128), second + row * (8 * 128), numbers[row]);
+    for (u32 row = 0; row < 2; ++row) {
+      u32 made[8];
+      widen_all<T, Format>(made, numbers[row]);
+      store_widened(begin + row * (8 * 128), second + row * (8 * 128), made);
+    }
   }
 
   // This warp's rows of half a tile that has come to their place in the ring.

@@ -79,7 +79,7 @@ struct MlaOutput {
   }
 
   __device__ __forceinline__ void item(const Cursor& at) {
-    const i32 full = uniform(FP8 ? fp8_tiles(p, at).cached : at.full_tiles), tiles = uniform(at.tiles);
+    const i32 full = uniform(FP8 ? fp8_tiles<MLA_KEYS>(p, at).cached : at.full_tiles), tiles = uniform(at.tiles);
     float low[COUNT], high[COUNT];
     latent.skip(2);  // Q
 #pragma unroll 1
