@@ -103,7 +103,8 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   // Ask for this warp's rows of a full tile by tensor copies, a lane for each box of K and of V.
   __device__ __forceinline__ void ask_boxes(const Cursor& at, i32 tile, u32 slot) {
     const u32 page = __shfl_sync(~0u, pages, tile % TILES_AT_ONCE * 2 + lane % 2);
-    const u32 barrier = shared_address(&memory.arrived[slot][warp]), rows = shared_address(memory.staged[slot]) + warp * ROWS * 128;
+    const u32 barrier = shared_address(&memory.arrived[slot][warp]);
+    const u32 rows = shared_address(memory.staged[slot]) + warp * ROWS * 128;
     if (lane == 0) barrier_expect(barrier, 2 * ROWS * ROW_BYTES);
     __syncwarp();
     if (lane * p.page_rows < ROWS) {
