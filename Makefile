@@ -81,7 +81,10 @@ results: $(STAMP)
 
 plots: $(STAMP)
 	rm -f docs/plots/*.png
-	$(VENV)/bin/treeattn bench plot benchmarks/results/h200-*.json --out docs/plots --only prefix q_len ratio
+	cd benchmarks/results && ../../$(VENV)/bin/treeattn bench plot h200-gqa.json h200-mla.json h200-fp8.json \
+	  --out ../../docs/plots --only prefix q_len ratio
+	cd benchmarks/results && ../../$(VENV)/bin/treeattn bench plot h200-further.json --out ../../docs/plots --only ratio
+	cd benchmarks/results && ../../$(VENV)/bin/treeattn bench plot h200-kimi.json --out ../../docs/plots --only prefix
 
 peers:
 	bash ../shared/tools/peers.sh .peers

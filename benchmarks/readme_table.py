@@ -3,9 +3,9 @@
     python benchmarks/readme_table.py            # rewrite the tables
     python benchmarks/readme_table.py --check    # exit status 1 if a table is not what the results or the code say
 
-Times come from benchmarks/results/h200-gqa.json, and h200-mla.json beside it if it is there. Where a provider was
-measured at several page sizes, its best one counts: ours and the peers' alike. What the backends cover comes from
-treeattn.capabilities.
+Times come from benchmarks/results/h200-gqa.json, and h200-mla.json and h200-kimi.json beside it if they are there.
+Where a provider was measured at several page sizes, its best one counts: ours and the peers' alike. What the backends
+cover comes from treeattn.capabilities.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from treeattn.capabilities import support_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/h200-gqa.json"
-MLA_FILE = "h200-mla.json"
+MLA_FILE, STEP_FILE = "h200-mla.json", "h200-kimi.json"
 README = ROOT / "README.md"
 BEGIN, END = TIMES = "<!-- table:begin -->", "<!-- table:end -->"
 SUPPORT = "<!-- support:begin -->", "<!-- support:end -->"
@@ -143,11 +143,39 @@ def render(results: dict[str, Any], family: Family = GQA) -> str:
     return "\n".join([*lines, "", note])
 
 
+def render_step(results: dict[str, Any]) -> str:
+    """Render the attention of a verify step of Kimi K2.6 on one GPU of eight: milliseconds of all layers."""
+    times = best_times(results["rows"], "kimi")
+    kernels = [provider for provider in OURS if any(provider in found for found in times.values())]
+    header = ("batch", "prefix", *(f"treeattn {OURS[name]}" for name in kernels), MLA.chain_header, "SGLang Triton")
+    lines = [table_row(header), table_row("--:" for _ in header)]
+    elsewhere: dict[Geometry, Target] = {target[:5]: target for target in MLA.targets}
+    for geometry, providers in times.items():
+        layers = next(iter(providers.values()))["layers"]
+        us = {name: row["us"] for name, row in providers.items()}
+        target, chain = elsewhere.get(geometry), us.get(MLA.chain)
+        if "sglang_extend" not in us and target and chain:
+            us["sglang_extend"] = target.tree * chain / target.chain
+        names = (*kernels, MLA.chain, "sglang_extend")
+        cells = (f"{us[name] * layers / 1000:.2f}" if name in us else "" for name in names)
+        lines.append(table_row((geometry[0], geometry[2], *cells)))
+    note = (
+        f"Milliseconds of attention in a verify step of Kimi K2.6 on one {results['env']['gpu']} of eight: 61 layers, "
+        "8 heads, 17 nodes a request, calls as above. SGLang's Triton path was measured in another run, for some of "
+        "these shapes, and is scaled by FlashMLA's time in this one."
+    )
+    return "\n".join([*lines, "", note])
+
+
 def table_of(path: Path) -> str:
-    """Render the results at `path`, and those of MLA beside it if there are any; where none are committed, say so."""
-    text = render(json.loads(path.read_text())) if path.exists() else NO_RESULTS
-    mla = path.with_name(MLA_FILE)
-    return f"{text}\n\n{render(json.loads(mla.read_text()), MLA)}" if mla.exists() else text
+    """Render the results at `path`, and those beside it if there are any; where none are committed, say so."""
+    parts = [render(json.loads(path.read_text())) if path.exists() else NO_RESULTS]
+    mla, step = path.with_name(MLA_FILE), path.with_name(STEP_FILE)
+    if mla.exists():
+        parts.append(render(json.loads(mla.read_text()), MLA))
+    if step.exists():
+        parts.append(render_step(json.loads(step.read_text())))
+    return "\n\n".join(parts)
 
 
 def insert(readme: str, table: str, marks: tuple[str, str] = TIMES) -> str:

@@ -141,8 +141,7 @@ def unpack(folder: Path, site: Path) -> None:
     """Read the archive into a new folder."""
     if not (folder / ARCHIVE).is_file():
         raise SystemExit(f"{folder / ARCHIVE} is missing: pack it where SGLang is installed")
-    with tarfile.open(folder / ARCHIVE) as archive:
-        archive.extractall(site, filter="data")
+    shutil.unpack_archive(folder / ARCHIVE, site)
 
 
 def main() -> None:

@@ -86,14 +86,12 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     fence_async_proxy();
     __syncwarp();
 #endif
-#if TREEATTN_DELAY
-    if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);
-#endif
+    sleep_now_and_then();
   }
 
-  // What this warp has written of a part is there.
+  // What this warp has written of a part is there. Its readers make products see it, as they do for rows that threads copy:
+  // a fence here would wait for this thread's copies, which are on their way all the time (5 % of a call).
   static __device__ __forceinline__ void arrive(u32 full) {
-    if (!READERS_FENCE) fence_async_proxy();
     __syncwarp();
     if (thread_in_block() % 32 == 0) barrier_arrive(full, FILL_ARRIVALS / 4);
   }

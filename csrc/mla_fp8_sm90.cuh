@@ -25,6 +25,6 @@ constexpr int MLA_FP8_PRODUCER_REGISTERS = 64, MLA_FP8_SCORES_REGISTERS = 128;
       NAME(const __grid_constant__ treeattn::AttentionParams params) {                                                \
     using namespace treeattn;                                                                                         \
     mla_sm90<MlaFp8Shared<Q_STEPS, LATENTS, ROPES>, MlaFp8Producer<T, FORMAT, Q_STEPS, LATENTS, ROPES>,               \
-             MlaScores<T, Q_STEPS, LATENTS, ROPES, true>, MlaOutput<T, Q_STEPS, LATENTS, ROPES, true>,                \
+             MlaScores<T, Q_STEPS, LATENTS, ROPES, true>, MlaOutput<T, Q_STEPS, LATENTS, ROPES>,                \
              MLA_FP8_PRODUCER_REGISTERS, MLA_FP8_SCORES_REGISTERS>(params);                                           \
   }

@@ -10,7 +10,7 @@
 
 namespace treeattn {
 
-template <class T, int Q_STEPS, int LATENTS, int ROPES, bool FP8 = false>
+template <class T, int Q_STEPS, int LATENTS, int ROPES>
 struct MlaOutput {
   using Memory = typename MlaShared<Q_STEPS, LATENTS, ROPES>::Layout;
   static constexpr int STEPS = MLA_KEYS / 16, COUNT = QUARTER_DIMS / 2;
@@ -79,12 +79,12 @@ struct MlaOutput {
   }
 
   __device__ __forceinline__ void item(const Cursor& at) {
-    const i32 full = uniform(FP8 ? fp8_tiles<MLA_KEYS>(p, at).cached : at.full_tiles), tiles = uniform(at.tiles);
+    const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
     float low[COUNT], high[COUNT];
     latent.skip(2);  // Q
 #pragma unroll 1
     for (i32 tile = 0; tile < tiles; ++tile) {
-      const bool threads_copied = tile >= full || (FP8 ? READERS_FENCE : p.page_rows == 0);
+      const bool threads_copied = tile >= full || p.page_rows == 0;
       const u32 slot = turn % 2;
       barrier_wait(shared_address(&memory.weights_full[slot]), turn / 2 % 2);
       if (seldom(tile > 0 && memory.raised[slot][warp] != 0)) {

@@ -53,9 +53,7 @@ struct MlaProducer {
     fence_async_proxy();
     __syncwarp();
 #endif
-#if TREEATTN_DELAY
-    if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);
-#endif
+    sleep_now_and_then();
   }
 
   // Copy the rows of a tile: of lane r those at `low` (row r) and `high` (row r + 32).

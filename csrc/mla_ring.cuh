@@ -11,15 +11,8 @@
 #include "fp8_tiles.cuh"
 #include "ring.cuh"
 
-// Who makes what threads of the producer wrote of an FP8 cache visible to products: 1: the warpgroups that read it, as they
-// do for rows that threads copy; 0: the threads that wrote it. Both are right; which is faster is to be measured.
-#ifndef TREEATTN_READERS_FENCE
-#define TREEATTN_READERS_FENCE 0
-#endif
-
 namespace treeattn {
 
-constexpr bool READERS_FENCE = TREEATTN_READERS_FENCE != 0;
 constexpr int MLA_KEYS = 64, MLA_ROWS = 64;
 constexpr u32 LATENT_DIMS = 512, ROPE_DIMS = 64, MLA_PANELS = (LATENT_DIMS + ROPE_DIMS) / PANEL_COLUMNS;
 constexpr u32 MLA_PANEL_BYTES = MLA_KEYS * PANEL_COLUMNS * 2;

@@ -319,7 +319,7 @@ struct MlaScores {
         else
           load_words(words, at, at.edge_begin + (tile - full) * WORDS, 0);
       }
-      multiply_k(scores, q, FP8 ? READERS_FENCE || tile >= cached : edge || p.page_rows == 0, tile > 0);
+      multiply_k(scores, q, edge || p.page_rows == 0, tile > 0);
       bool raised = false;
       if (FP8 && seldom(tile >= cached)) begin_fresh(scores, at);
       if (!idle) {

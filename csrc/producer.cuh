@@ -64,9 +64,7 @@ struct Producer {
     fence_async_proxy();
     __syncwarp();
 #endif
-#if TREEATTN_DELAY
-    if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);
-#endif
+    sleep_now_and_then();
   }
 
   // Copy the rows at `address` (of lane r: row r of this warp) to a half of the stage at `place`, as number `index` of the

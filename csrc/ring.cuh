@@ -79,6 +79,13 @@ struct Place {
   }
 };
 
+// A checked build: a producer that is late at one place in seven.
+__device__ __forceinline__ void sleep_now_and_then() {
+#if TREEATTN_DELAY
+  if ((clock() * 2654435761u >> 16) % 7 == 0) __nanosleep(2000);
+#endif
+}
+
 // Copy ROWS rows of numbers of 16 bits to a panel in the swizzle, of lane r the one at `address`. `to` is of this lane's
 // part of the first copy; the swizzle's bits of later ones are disjoint from its. Bit 0 of an address: the row is 0.
 template <int HEAD_DIM, int ROWS>

@@ -98,7 +98,7 @@ TABLE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "two-requests": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(requests=2)), {}),
     "two-row-tiles": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(max_q_len=25)), {}),
     "mla": ("cuda", ("cuda", 90, (8, 1, 576), SMALL), {"head_dim_v": 512, "shared_kv": True}),
-    "mla-fp8": ("triton", ("cuda", 90, (8, 1, 576), LARGE),
+    "mla-fp8": ("cuda", ("cuda", 90, (8, 1, 576), LARGE),
                 {"head_dim_v": 512, "shared_kv": True, "kv_dtype": torch.float8_e4m3fn}),
     "mla-window": ("triton", ("cuda", 90, (8, 1, 576), LARGE),
                    {"head_dim_v": 512, "shared_kv": True, "window_left": 9}),

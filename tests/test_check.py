@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from treeattn.check import run_check
+from treeattn.capabilities import CAPABILITIES, missing
+from treeattn.check import Item, run_check, run_item
 from treeattn.dump import DUMP_KEYS, judge_dump, load_dump
 from treeattn.testing import Case, Placement, build_case, truth
 from treeattn.testing.faults import ADVERSARIAL
+from treeattn.testing.run import asked_of
+from treeattn.testing.sweep import sweep_case
 from treeattn.testing.trees import star
 
 WIDTH, BLOCK = 17, 8
@@ -233,3 +237,27 @@ def test_a_case_that_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_injected_fault_is_caught_in_nearly_every_case() -> None:
     report = run_check("cpu", ["torch"], cases=80, dtype=torch.float32, inject_fault=True)
     assert report.caught > 0.9 * (80 + len(ADVERSARIAL))
+
+
+def test_a_step_is_refused_for_what_it_lacks_before_a_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case with a soft cap and dims that the backend has not: both are reasons, and the plan says the second."""
+    covers = CAPABILITIES["cuda"]
+    monkeypatch.setitem(CAPABILITIES, "cuda", replace(covers, devices={**covers.devices, "cpu": "a CPU"}))
+    found = ((seed, asked_of(sweep_case(seed))) for seed in range(200))
+    seed, asked = next((seed, asked) for seed, asked in found if asked.geometry.shared_kv and asked.logits_soft_cap)
+    at_call = missing("cuda", "cpu", asked)
+    at_plan = missing("cuda", "cpu", replace(asked, logits_soft_cap=0.0, sinks=False))
+    assert at_plan is not None
+    assert at_plan != at_call
+
+    def refuse(reason: str | None) -> None:
+        def run(*case: Any) -> None:
+            raise NotImplementedError(reason)
+
+        monkeypatch.setattr("treeattn.testing.run_plain", run)
+
+    item = Item(0, "cuda", "cpu", str(seed), False, None, False)
+    refuse(f"backend 'cuda' cannot do this: {at_plan}")
+    assert run_item(item).runs == []
+    refuse("it is Monday")
+    assert not run_item(item).runs[0][1]

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -43,8 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     quiet = [sys.executable, "setup.py", "-q"]
     subprocess.run([*quiet, "sdist", "-d", str(target)], cwd=source, env=environment, check=True, capture_output=True)
     (sdist,) = target.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(target, filter="data")
+    shutil.unpack_archive(sdist, target)
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(target))
     unpacked = target / sdist.name.removesuffix(".tar.gz")
     subprocess.run(

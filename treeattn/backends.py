@@ -11,7 +11,6 @@ import torch
 
 from .capabilities import Asked, missing, refusal
 from .config import KernelConfig
-from .geometry import FP8_DTYPES
 
 BACKENDS = ("reference", "torch", "triton", "cuda")
 INTERPRETER_PROGRAMS = 6  # few, since each costs 10 ms there; items are cut, and 2, 3 and 6 row tiles make lanes
@@ -66,8 +65,6 @@ def choose_backend(
         return "torch"
     if arch != HOPPER or not cuda_works or missing("cuda", device_type, asked) is not None:
         return "triton"
-    if asked.geometry.shared_kv and asked.geometry.kv_dtype in FP8_DTYPES:
-        return "triton"  # those kernels have not run on a GPU yet
     # In the rows of h200-gqa.json, h200-mla.json and h200-fp8.json the CUDA kernels take at most 1.04 of Triton's time,
     # but for one, (1, 17, 2048, 8/1): 1.24, 10.7 µs against 8.6. It is one item of 32 tiles; at a prefix of 16384 the
     # same item takes 0.88, and a line between the two crosses 1 at 11,500 keys.

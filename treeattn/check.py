@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -156,9 +156,12 @@ def run_item(item: Item) -> Outcome:
 
     case = _case_of(item)
     dtype = str(case.dtype)[6:]
-    lacking = missing(item.backend, case.device.type, asked_of(case))
+    asked = asked_of(case)
+    lacking = missing(item.backend, case.device.type, asked)
     if lacking is not None:
-        wrong = _refuses(case, item.backend, lacking)
+        # a step is refused for what it lacks before a call is for its soft cap or sinks
+        at_plan = missing(item.backend, case.device.type, replace(asked, logits_soft_cap=0.0, sinks=False))
+        wrong = _refuses(case, item.backend, at_plan or lacking)
         runs = [] if wrong is None else [("plain", False, float("inf"), wrong)]
         return Outcome(case.describe(), dtype, runs, lacking)
     try:
