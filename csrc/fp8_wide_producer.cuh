@@ -1,19 +1,19 @@
 // The producer warpgroup where an FP8 cache is multiplied in 16 bits: makes its numbers of T on the way to the ring, so that
 // consumers read this as for a cache of T (consumer.cuh).
 //
-// All four warps do the same, each with 16 keys of each tile, and wait for no other warp of theirs: a warp asks for its rows
-// STAGED tiles ahead, by tensor copies where these can be, else 16 bytes a thread; and puts what has come into the ring. A
+// All four warps do the same, each with 16 keys of each tile. What has to come into the ring is asked for STAGED tiles ahead:
+// a full tile by tensor copies, all of it by one warp, the warps in turn; else each warp its own rows, 16 bytes a thread. A
 // thread has of each half two rows, 8 keys apart, all of whose 16 numbers number t % 4 and t % 4 + 4 are its: it asks for
 // those itself where threads do. Odd rows begin with the second, so that the eight threads which read or write at a time meet
 // all banks.
 //
-// For a tile of 64 keys a warp takes 8 loads of 16 numbers and 16 stores, for each two numbers 1 instruction (float16) or 4
-// (bf16), and about 165 others: 255 or 445 in all, beside two or three consumer warps of 300 each on its scheduler, which take
-// about 1,500 or 2,000 clocks for the tile. Shared memory: 128 clocks for what arrives, 128 to read it, 256 to write.
+// For a tile of 64 keys a warp takes 8 loads of 16 numbers, all at once, and 16 stores, and for each two numbers 1 instruction
+// (float16) or 4 (bf16), beside two or three consumer warps of 300 instructions each on its scheduler, which take about 1,500
+// or 2,000 clocks for the tile. Shared memory: 128 clocks for what arrives, 128 to read it, 256 to write.
 //
-// What a warp has read may be overwritten by tensor copies that it asks for behind its fence, which also shows wgmma what it
-// has written. Where there are no tensor copies that fence is the consumers', as for all that threads copy: a fence may wait
-// for copies of its own thread, which are on their way all the time here.
+// A slot is given back by each warp behind its fence, which also shows wgmma what it has written. Where there are no tensor
+// copies that fence is the consumers', as for all that threads copy: a fence may wait for copies of its own thread, which are
+// on their way all the time here.
 //
 // Fresh rows have 16 bits and are copied to the ring as they are, in tiles of their own (fp8_tiles.cuh).
 //
@@ -43,13 +43,13 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   static constexpr u32 ROW_BYTES = HEAD_DIM;      // in the cache
   static constexpr u32 HALF_BYTES = KEYS * ROW_BYTES, SLOT_BYTES = 2 * HALF_BYTES, OTHER_PIECE = 64;
   static constexpr u32 PANEL_BYTES = KEYS * 128;  // of the ring
-  static constexpr u32 LEAST_ROWS = 8;            // of a box; the most are ROWS
-  static constexpr i32 TILES_AT_ONCE = 32 * LEAST_ROWS / ROWS;  // whose page ids a warp reads
   static constexpr i32 Q_LATEST = 2;  // tiles that are brought while consumers may still have the Q of the item before
   static_assert(ROW_BYTES == 128 && ROWS == 16, "a thread has two rows of two pieces");
   static_assert(Q_LATEST < STAGES, "that many tiles need no consumer of this item");
 
-  u32 turns = 0;  // bit s: phase of slot s, whose barrier counts tensor copies only
+  u32 turns = 0;  // bit s: phase of what has arrived in slot s, which counts tensor copies only
+  u32 given = 0;  // bit s: the same of whether slot s has been given back, of all tiles
+  u32 slot = 0;   // of the next tile of the cache
   u32 from;       // this thread's first piece in a slot; the other one of its row is at `from` ^ OTHER_PIECE
   u32 to;         // where its first half goes in a stage, seen from the stage's begin; of the other piece `to` ^ PANEL_BYTES
 
@@ -62,6 +62,8 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
     to = piece / 4 * PANEL_BYTES + (warp * ROWS + row) * 128 + ((piece % 4 * 2 ^ row) << 4);
   }
 
+  static __device__ __forceinline__ u32 next_slot(u32 slot) { return slot == STAGED - 1 ? 0 : slot + 1; }
+
   // Number of this thread's first piece in its rows, of eight.
   __device__ __forceinline__ u32 first_piece() const { return lane % 4 + lane / 4 % 2 * 4; }
 
@@ -69,16 +71,6 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   __device__ __forceinline__ i32 boxed_tiles(const Cursor& at) const { return p.page_rows != 0 ? at.full_tiles : 0; }
 
   // --- where rows are ---------------------------------------------------------------------------------------------------
-
-  // Page ids of the next full tiles: lane 2 t + b has that of box b of tile t, where these have LEAST_ROWS. (Else odd lanes
-  // are not asked.) Without tensor maps: as load_pages of producer.cuh.
-  __device__ __forceinline__ void find_pages(const Cursor& at, i32 tile) {
-    if (p.page_rows == 0) return this->load_pages(pages, at, tile);
-    tile += lane / 2;
-    const u32 position = at.full_key + tile * KEYS + warp * ROWS + lane % 2 * LEAST_ROWS;
-    const u64 index = first_page(p, at) + page_of(p, position);
-    reload(pages, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
-  }
 
   // This warp's rows of an edge tile, of lane r row r % 16: half of those of an edge unit, which is before `end` or empty.
   __device__ __forceinline__ KeyAddress edge_rows(const Cursor& at, i32 unit, i32 end) const {
@@ -94,27 +86,29 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
     if (tile >= at.full_tiles) return edge_rows(at, fp8_unit<KEYS>(p, at, tile, cached), cached_end(p, at));
     const u32 page = __shfl_sync(~0u, pages, tile % Base::PAGE_TILES * ROWS + lane % ROWS);
     const KeyAddress address = this->cached(page, this->position_at(at, tile), at.kv_head);
-    if (tile % Base::PAGE_TILES == Base::PAGE_TILES - 1) find_pages(at, tile + 1);
+    if (tile % Base::PAGE_TILES == Base::PAGE_TILES - 1) this->load_pages(pages, at, tile + 1);
     return address;
   }
 
   // --- numbers of the cache ---------------------------------------------------------------------------------------------
 
-  // Ask for this warp's rows of a full tile by tensor copies, a lane for each box of K and of V.
+  // Ask for a full tile by tensor copies, a lane for each box of K and of V; every fourth is this warp's. `pages`: of the 32
+  // boxes that the tile is among.
   __device__ __forceinline__ void ask_boxes(const Cursor& at, i32 tile, u32 slot) {
-    const u32 page = __shfl_sync(~0u, pages, tile % TILES_AT_ONCE * 2 + lane % 2);
-    const u32 barrier = shared_address(&memory.arrived[slot][warp]);
-    const u32 rows = shared_address(memory.staged[slot]) + warp * ROWS * 128;
-    if (lane == 0) barrier_expect(barrier, 2 * ROWS * ROW_BYTES);
+    const u32 rows = p.page_rows, boxes = KEYS / rows, first = tile * boxes, box = lane % boxes, half = lane / boxes;
+    const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
+    const u32 barrier = shared_address(&memory.arrived[slot]);
+    barrier_wait(shared_address(&memory.given[slot]), given >> slot & 1 ^ 1);
+    if (lane == 0) barrier_expect(barrier, SLOT_BYTES);
     __syncwarp();
-    if (lane * p.page_rows < ROWS) {
-      const u32 position = at.full_key + tile * KEYS + warp * ROWS + lane * LEAST_ROWS;
+    if (half < 2) {
+      const u32 position = at.full_key + tile * KEYS + box * rows;
       const u32 within = position - page_of(p, position) * p.page_size;
-      const u32 box = rows + lane * (LEAST_ROWS * 128);
-      copy_box(box, p.k_map, 0, within, at.kv_head, page, barrier);
-      copy_box(box + HALF_BYTES, p.v_map, 0, within, at.kv_head, page, barrier);
+      copy_box(shared_address(memory.staged[slot]) + half * HALF_BYTES + box * rows * ROW_BYTES, half == 0 ? p.k_map : p.v_map, 0,
+               within, at.kv_head, page, barrier);
     }
-    if (tile % TILES_AT_ONCE == TILES_AT_ONCE - 1) find_pages(at, tile + 1);
+    const u32 next = first + 4 * boxes;
+    if (next / 32 != first / 32) this->find_boxes(at, next / 32 * 32);
   }
 
   // Ask for this thread's pieces of half a tile. `address`: of lane r the warp's row r, if its bit 0 is not set.
@@ -127,10 +121,11 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
     }
   }
 
-  // Ask for a tile of the cache, if there is one; one group in any case.
+  // Ask for a tile of the cache, if there is one; one group in any case. (What this warp's threads copy goes where it was the
+  // last to read.)
   __device__ __forceinline__ void ask(const Cursor& at, i32 tile, const Fp8Tiles& tiles, i32 boxed, u32 slot) {
     if (tile < boxed) {
-      ask_boxes(at, tile, slot);
+      if (tile % 4 == static_cast<i32>(warp)) ask_boxes(at, tile, slot);
     } else if (tile < tiles.cached) {
       const KeyAddress rows = cached_rows(at, tile, tiles.cached);
       ask_rows(rows.k, from + slot * SLOT_BYTES);
@@ -139,61 +134,78 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
     copy_async_commit();
   }
 
-  // The same pieces of two rows.
-  static __device__ __forceinline__ void take(u32 (&numbers)[2][4], u32 begin) {
-#pragma unroll
-    for (u32 row = 0; row < 2; ++row) load_shared_16(numbers[row], begin + row * (8 * 128));
+  // Number `i` of this thread's four pieces of half a tile in a slot: of its first row two, then of the other.
+  static __device__ __forceinline__ void take(u32 (&numbers)[4], u32 half, u32 i) {
+    const u32 at = (half ^ i % 2 * OTHER_PIECE) + i / 2 * (8 * 128);
+    load_shared_16(numbers, at);
 #if TREEATTN_CANARY  // what is read before it has come shows as NaN
-#pragma unroll
-    for (u32 row = 0; row < 2; ++row) store_shared_16(begin + row * (8 * 128), ~0u, ~0u, ~0u, ~0u);
+    store_shared_16(at, ~0u, ~0u, ~0u, ~0u);
 #endif
   }
 
-  static __device__ __forceinline__ void put(u32 begin, const u32 (&numbers)[2][4]) {
-    const u32 second = begin ^ 16;
-#pragma unroll
-    for (u32 row = 0; row < 2; ++row) {
-      u32 made[8];
-      widen_all<T, Format>(made, numbers[row]);
-      store_widened(begin + row * (8 * 128), second + row * (8 * 128), made);
-    }
+  // To its place in a half stage of the ring, as numbers of T.
+  __device__ __forceinline__ void put(u32 stage, const u32 (&numbers)[4], u32 i) const {
+    u32 made[8];
+    widen_all<T, Format>(made, numbers);
+    const u32 first = stage + (to ^ i % 2 * PANEL_BYTES) + i / 2 * (8 * 128);
+    store_widened(first, first ^ 16, made);
   }
 
-  // This warp's rows of half a tile that has come to their place in the ring.
-  __device__ __forceinline__ void bring(u32 begin, u32 half) {
-    u32 numbers[2][4];
-    take(numbers, begin);
-    const u32 stage = this->wait_empty(half);
+  // This warp's rows of a tile that has come to their places in the ring. V is on its way to registers while K is made.
+  __device__ __forceinline__ void bring(u32 begin) {
+    u32 numbers[4][4];
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) take(numbers[i], begin, i);
+    u32 stage = this->wait_empty(0);
     this->template spoil<4>(stage, warp);
-    put(stage + to, numbers);
-    take(numbers, begin ^ OTHER_PIECE);
-    put(stage + (to ^ PANEL_BYTES), numbers);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+      put(stage, numbers[i], i);
+      take(numbers[i], begin + HALF_BYTES, i);
+    }
+    stage = this->wait_empty(1);
+    this->template spoil<4>(stage, warp);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) put(stage, numbers[i], i);
     if (p.page_rows != 0) fence_async_proxy();
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&memory.full[place.stage()][half]), PRODUCER_ARRIVALS / 4);
+    if (lane == 0) {
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half)
+        barrier_arrive(shared_address(&memory.full[place.stage()][half]), PRODUCER_ARRIVALS / 4);
+    }
   }
 
   // --- items ------------------------------------------------------------------------------------------------------------
 
-  // A tile of the cache from a slot to the ring, and the one for which it makes room to the slot.
-  __device__ __forceinline__ void cached_tile(const Cursor& at, i32 tile, const Fp8Tiles& tiles, i32 boxed, u32 slot) {
+  // A tile of the cache from a slot to the ring.
+  __device__ __forceinline__ void cached_tile(i32 tile, i32 boxed) {
     copy_async_wait<STAGED - 1>();
     if (tile < boxed) {
-      barrier_wait(shared_address(&memory.arrived[slot][warp]), turns >> slot & 1);
+      barrier_wait(shared_address(&memory.arrived[slot]), turns >> slot & 1);
       turns ^= 1 << slot;
+    } else {
+      // no warp gives a slot back twice before another has once
+      barrier_wait(shared_address(&memory.given[slot]), given >> slot & 1 ^ 1);
     }
-    const u32 begin = from + slot * SLOT_BYTES;
-    bring(begin, 0);
-    bring(begin + HALF_BYTES, 1);
-    ask(at, tile + STAGED, tiles, boxed, slot);
+    bring(from + slot * SLOT_BYTES);
+    if (lane == 0) barrier_arrive(shared_address(&memory.given[slot]));
+    given ^= 1 << slot;
   }
 
   __device__ __forceinline__ void item(const Cursor& at) {
     const Fp8Tiles tiles = fp8_tiles<KEYS>(p, at);
     const i32 boxed = boxed_tiles(at);
-    find_pages(at, 0);
+    if (p.page_rows != 0)
+      this->find_boxes(at, 0);
+    else
+      this->load_pages(pages, at, 0);
+    u32 last = slot;  // of the tile before
 #pragma unroll 1
-    for (i32 tile = 0; tile < STAGED; ++tile) ask(at, tile, tiles, boxed, tile);
+    for (i32 tile = 0; tile < STAGED; ++tile) {
+      ask(at, tile, tiles, boxed, last);
+      last = next_slot(last);
+    }
     if (warp == 0) {
       this->pass_item();
       this->find_item();
@@ -202,7 +214,6 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
       this->publish(behind);
     }
     bool has_q = warp == 0 || place.item() == 0;  // not the first warp's, and the first item's is the consumers' own
-    u32 slot = 0;
 #pragma unroll 1
     for (i32 tile = 0; tile < tiles.all; ++tile) {
       if (!has_q) {
@@ -210,8 +221,13 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
         if (has_q) this->copy_q(at);
       }
       if (tile < tiles.cached) {
-        cached_tile(at, tile, tiles, boxed, slot);
-        slot = slot == STAGED - 1 ? 0 : slot + 1;
+        if (tile > 0) {
+          // to where the tile before was: the other warps are through with it by now, or soon
+          ask(at, tile - 1 + STAGED, tiles, boxed, last);
+        }
+        cached_tile(tile, boxed);
+        last = slot;
+        slot = next_slot(slot);
       } else {
         const KeyAddress fresh = edge_rows(at, fp8_unit<KEYS>(p, at, tile, tiles.cached), at.edge_end);
 #pragma unroll 1
@@ -226,8 +242,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   __device__ __forceinline__ void begin() {
     this->begin_walk();
     this->find_item();
-    static_assert(STAGED * 4 <= 32, "a lane for each barrier");
-    if (lane < STAGED * 4) barrier_init(shared_address(memory.arrived) + 8 * lane, 1);
+    if (lane < 2 * STAGED) barrier_init(shared_address(memory.arrived) + 8 * lane, lane < STAGED ? 1 : 4);
     fence_async_proxy();
   }
 

@@ -2,8 +2,8 @@
 // their way to it.
 //
 // A half tile that is asked for is one panel of [KEYS rows, 128 bytes] in the 128-byte swizzle, a number a byte. Each warp of
-// the producer asks for its own rows of it, finds them there, and puts them into the ring as numbers of 16 bits
-// (fp8_wide_producer.cuh). There are places for STAGED tiles.
+// the producer finds its own rows there, and puts them into the ring as numbers of 16 bits (fp8_wide_producer.cuh). There are
+// places for STAGED tiles.
 
 #pragma once
 
@@ -19,7 +19,8 @@ struct Fp8WideShared : Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS> {
 
   struct alignas(ATOM_BYTES) Layout : Base::Layout {
     alignas(ATOM_BYTES) unsigned char staged[STAGED][2][KEYS * HEAD_DIM];  // K, V
-    u64 arrived[STAGED][4];  // tensor copies of a warp's rows have
+    u64 arrived[STAGED];  // tensor copies of a tile have
+    u64 given[STAGED];    // each warp of the producer has read its rows
   };
 };
 

@@ -22,7 +22,7 @@ import treeattn.backends as backends
 from treeattn.cli import main
 from treeattn.cuda import binary, build, cache, launch, shipped
 from treeattn.cuda.build import BuildError
-from treeattn.cuda.config import Variant, box_keys, cuda_config, fp8_tile_rows, variant_of
+from treeattn.cuda.config import Variant, cuda_config, fp8_tile_rows, variant_of
 from treeattn.driver import DriverError
 from treeattn.geometry import Geometry
 
@@ -152,15 +152,6 @@ def test_every_wide_kernel_for_fp8_caches_is_asked_for(kv_dtype: torch.dtype) ->
     sources = {variant.source for variant in seen}
     assert {variant.name for variant in seen} == {name for source in sources for name in build.kernels_in(source)}
     assert len(seen) == 12
-
-
-def test_boxes_of_the_producers() -> None:
-    """A warp of a wide kernel for FP8 caches asks for its own rows."""
-    keys = {}
-    for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        geometry = Geometry.of(8, 1, 128, dtype=torch.bfloat16, kv_dtype=kv_dtype)
-        keys[kv_dtype] = [box_keys(geometry, cuda_config(geometry, q_len)) for q_len in (5, 9, 17)]
-    assert keys == {torch.bfloat16: [64, 64, 64], torch.float8_e4m3fn: [64, 64, 16]}
 
 
 # the cache

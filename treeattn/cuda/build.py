@@ -170,7 +170,7 @@ class Fp8WideShape(NamedTuple):
         ring = KernelShape(
             self.dtype, self.head_dim, self.consumers, self.keys, self.stages, self.q_steps, self.blocks, self.options
         )
-        staged = self.staged * (2 * self.keys * self.head_dim + 4 * 8)
+        staged = self.staged * (2 * self.keys * self.head_dim + 2 * 8)
         return -(-(ring.shared_bytes + staged) // ATOM_BYTES) * ATOM_BYTES
 
 

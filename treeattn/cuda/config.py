@@ -128,12 +128,6 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
     return KernelConfig(64 * consumers, KEYS, geometry.head_dim, 4 * (consumers + 1), 6, blocks, 2, reason)
 
 
-def box_keys(geometry: Geometry, config: KernelConfig) -> int:
-    """Keys that a tensor copy brings at most: a tile's, or those of one warp where each asks for its own."""
-    wide = not geometry.shared_kv and geometry.kv_dtype in FP8_NAMES and config.block_m not in FP8_ROWS
-    return KEYS // 4 if wide else KEYS
-
-
 def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -> Variant:
     """The kernel that a configuration stands for, for calls with a soft cap or without."""
     if geometry.shared_kv:

@@ -34,7 +34,7 @@ from ..plan import Step
 from ..scoring import Scale, Scoring, scale_kind
 from .binary import Binary, asked_macros, load_first
 from .build import kernels_in
-from .config import KEYS, Variant, box_keys, variant_of
+from .config import KEYS, Variant, variant_of
 from .params import Q_SIGNS, AttentionParams, TensorMap, division
 
 ROW_BYTES = 16
@@ -184,13 +184,13 @@ def params_of(
     return params
 
 
-def box_rows(page_size: int, most: int = KEYS) -> int:
+def box_rows(page_size: int) -> int:
     """Slots of a page that a tensor copy brings at once; 0 where there is none: 8 rows are the period of the swizzle.
 
     >>> box_rows(16), box_rows(48), box_rows(256), box_rows(1)
     (16, 16, 64, 0)
     """
-    rows = math.gcd(page_size, most)
+    rows = math.gcd(page_size, KEYS)
     return rows if rows >= 8 else 0
 
 
@@ -198,15 +198,13 @@ class CacheMaps:
     """Tensor maps of the K and V caches of a step's layers, made once for each pair of them."""
 
     def __init__(self, step: Step, cache_strides: tuple[int, ...]) -> None:
-        if step.config is None:
-            raise ValueError("a step of the cuda backend has a configuration")
         self.page_size, self.kv_heads, self.head_dim = step.kv.page_size, step.num_kv_heads, step.head_dim
         self.dtype = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}.get(step.kv_dtype, UINT8)
         self.dims = BOX_BYTES // step.kv_dtype.itemsize  # of a box
         self.strides = [step.kv_dtype.itemsize * stride for stride in cache_strides]  # page, slot, head: of K, of V
         usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
         widened = step.shared_kv and self.dtype == UINT8  # on the way to shared memory: no box is copied as it is
-        self.rows = box_rows(self.page_size, box_keys(step, step.config)) if usable and not widened else 0
+        self.rows = box_rows(self.page_size) if usable and not widened else 0
         self.made: dict[tuple[int, int, int], bytes] = {}
 
     def of(self, k: int, v: int, num_pages: int) -> bytes:
