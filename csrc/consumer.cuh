@@ -11,20 +11,23 @@
 
 #pragma once
 
+#include "fp8_tiles.cuh"
 #include "keys.cuh"
 #include "merge.cuh"
 
 namespace treeattn {
 
-template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS>
+// FP8: of the caches. The ring has their numbers as T, each worth the item's scale of it, and fresh rows as they are. Sums of
+// V count in numbers of the cache until the first tile with fresh rows.
+template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS,
+          class Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>, bool FP8 = false>
 struct Consumer {
-  using Memory = typename Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>::Layout;
+  using Memory = typename Memories::Layout;
   static constexpr u32 PANEL_BYTES = KEYS * PANEL_COLUMNS * 2;
   static constexpr int TILE_ROWS = 64 * CONSUMERS;
   static constexpr int WORDS = KEYS / EDGE_KEYS;  // mask words of a row and tile
   static constexpr bool ALL_Q = Q_STEPS == HEAD_DIM / 16;  // is in registers
   static constexpr bool WINDOW = (OPTIONS & OPTION_WINDOW) != 0, CAP = (OPTIONS & OPTION_CAP) != 0;
-  static_assert(Q_STEPS % 4 == 0, "a panel of Q is in registers or in shared memory");
   static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
   static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
 
@@ -37,6 +40,7 @@ struct Consumer {
   bool idle = false;    // none of this warp's 16 rows is there: it only takes part in the products
   float base[2];  // of the weights of these rows, base 2
   float sum[2];   // of the weights, this thread's columns only
+  float fp8_scale;  // of this tile's scores, or of what their soft cap takes; positive
 
   __device__ __forceinline__ Consumer(const AttentionParams& params, Memory& shared, int group, int lane_index)
       : p(params), memory(shared), lane(lane_index) {
@@ -70,8 +74,22 @@ struct Consumer {
     if (lane == 0) barrier_arrive(shared_address(&memory.q_empty));
   }
 
-  // Wait for the item's Q, or copy this warp's rows of the first item's, and bring the first dims to registers.
-  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], const Cursor& at) {
+  // What scores are multiplied by, soft cap or not.
+  __device__ __forceinline__ float scale() const {
+    if constexpr (CAP) return 1.f;
+    if constexpr (FP8) return fp8_scale;
+    return p.scale;
+  }
+
+  __device__ __forceinline__ float cap_in() const {
+    if constexpr (FP8) return fp8_scale;
+    return p.cap_in;
+  }
+
+  // Wait for the item's Q, or copy this warp's rows of the first item's, and bring the first dims to registers. FP8:
+  // `fp8_sign` is that of both scales, as q_sign.
+  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], const Cursor& at, u32 fp8_sign) {
+    const u32& sign = FP8 ? fp8_sign : p.q_sign;
     if (place.item() == 0) {
       const u32 thread = thread_in_block();
       copy_rows<HEAD_DIM, 16>(copy_place<HEAD_DIM>(q_address, 64, thread % 128 / 32 * 16, thread % 32),
@@ -90,20 +108,21 @@ struct Consumer {
     for (int step = 0; step < Q_STEPS; ++step) {
       load_blocks(q + 4 * step, row + step / 4 * (64 * 128) + ((step % 4 * 2 + lane / 16 ^ lane % 8) << 4));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) q[4 * step + i] ^= p.q_sign;
+      for (int i = 0; i < 4; ++i) q[4 * step + i] ^= sign;
     }
     if (ALL_Q) {
       release_q();
     } else {
-      if (p.q_sign != 0) {
+      if (sign != 0) {
+        if (Q_STEPS % 4 != 0) threads_sync<128>(5 + warpgroup());  // the panel that is changed has been read by all warps
         for (u32 at = Q_STEPS / 4 * (64 * 128) + thread_in_group() * 16; at < 64 * HEAD_DIM * 2; at += 128 * 16) {
           u32 part[4];
           load_shared_16(part, q_address + at);
-          store_shared_16(q_address + at, part[0] ^ p.q_sign, part[1] ^ p.q_sign, part[2] ^ p.q_sign, part[3] ^ p.q_sign);
+          store_shared_16(q_address + at, part[0] ^ sign, part[1] ^ sign, part[2] ^ sign, part[3] ^ sign);
         }
       }
       fence_async_proxy();  // for what was copied, too
-      if (p.q_sign != 0) threads_sync<128>(5 + warpgroup());
+      if (sign != 0) threads_sync<128>(5 + warpgroup());
     }
   }
 
@@ -133,8 +152,8 @@ struct Consumer {
       Product<T, HEAD_DIM, 1>::run(out, weights + 4 * step, v + ((step * 2 * ATOM_BYTES) >> 4), 1);
   }
 
-  // Mask words of this thread's rows for the edge tile whose first unit is `unit`.
-  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit) const {
+  // Mask words of this thread's rows for the edge tile whose first unit is `unit`. FP8: units from `edge_units` on are not its.
+  __device__ __forceinline__ void load_words(u32 (&words)[2][WORDS], const Cursor& at, i32 unit, i32 edge_units) const {
     const i32 upper = at.row0 + upper_row();
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
@@ -147,7 +166,7 @@ struct Consumer {
         end = front ? at.full : end;
       }
       const i32 keys = word < 0 ? end - begin : at.present - word * EDGE_KEYS;
-      const u32 bound = unit + i >= at.edge_end || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
+      const u32 bound = unit + i >= (FP8 ? edge_units : at.edge_end) || keys <= 0 ? 0 : keys >= 32 ? ~0u : (1u << keys) - 1;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const i32 row = upper + 8 * half;
@@ -183,7 +202,7 @@ struct Consumer {
   // Scores to capped ones, in base 2.
   __device__ __forceinline__ void cap(float (&scores)[KEYS / 2]) const {
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; ++i) scores[i] = soft_capped(scores[i] * p.cap_in) * p.cap_out;
+    for (int i = 0; i < KEYS / 2; ++i) scores[i] = soft_capped(scores[i] * cap_in()) * p.cap_out;
   }
 
   // A score exceeds its row's base by far: move the bases of this warp's rows to their maxima, and scale what there is.
@@ -198,7 +217,7 @@ struct Consumer {
       float most = best[half];
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      const float raised = fmaxf(base[half], CAP ? most : most * p.scale);
+      const float raised = fmaxf(base[half], CAP ? most : most * scale());
       decay[half] = exp2_approx(base[half] - raised);
       base[half] = raised;
       sum[half] *= decay[half];
@@ -214,7 +233,7 @@ struct Consumer {
 
   // Scores to weights, in place. `multiplying`: a product that adds to `out` is on its way.
   __device__ __forceinline__ void softmax(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], bool multiplying) {
-    const float scale = CAP ? 1.f : p.scale;
+    const float scale = this->scale();
     float best[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -252,8 +271,8 @@ struct Consumer {
     release(at, 1);
   }
 
-  // Rows of a whole item to `out`, of a part to its partial slot.
-  __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at) {
+  // Rows of a whole item to `out`, of a part to its partial slot. FP8: `worth` of V's numbers.
+  __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at, float worth) {
     // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
     const i64 part_row = static_cast<i64>(p.split > 0 ? at.place : 2 * blockIdx.x + (at.unit == 0)) * TILE_ROWS;
     const i32 upper = upper_row();
@@ -264,6 +283,7 @@ struct Consumer {
       total += __shfl_xor_sync(~0u, total, 2);
       float inverse = total > 0.f ? 1.f / total : 0.f;
       float lse = total > 0.f ? base[half] + log2_approx(total) : -infinity();
+      if constexpr (FP8) inverse *= worth;
       const i32 local = upper + 8 * half, row = at.row0 + local;
       if (row >= at.row_end) continue;
       if (at.whole) {
@@ -288,18 +308,40 @@ struct Consumer {
     }
   }
 
-  // Scores of the first tile of an item.
+  // A tile with fresh rows, whose numbers are worth what they are: Q has the sign of the cache's.
+  __device__ __forceinline__ void begin_fresh(float (&scores)[KEYS / 2], const Cursor& at) {
+    fp8_scale = CAP ? p.cap_in : p.scale;
+    if (k_worth(p, at) < 0.f) {
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; ++i) scores[i] = -scores[i];
+    }
+  }
+
+  // Ahead of V of the first such tile: sums of what is worth `v_worth` so far.
+  __device__ __forceinline__ void rescale(float (&out)[HEAD_DIM / 2], const Cursor& at) const {
+    const float worth = v_worth(p, at);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= worth;
+  }
+
+  // Whether threads have copied a tile to the ring, and no fence behind it.
+  __device__ __forceinline__ bool threads_copied(i32 tile, bool edge, i32 cached) const {
+    return (FP8 ? tile >= cached : edge) || p.page_rows == 0;
+  }
+
+  // Scores of the first tile of an item. FP8: `cached` tiles are of the cache.
   __device__ __forceinline__ void first_tile(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2],
-                                             const u32 (&q)[4 * Q_STEPS], const Cursor& at, bool edge) {
+                                             const u32 (&q)[4 * Q_STEPS], const Cursor& at, bool edge, i32 cached) {
     u32 words[2][WORDS];
-    if (edge) load_words(words, at, at.edge_begin);
-    wait_full(place, 0, edge || p.page_rows == 0);
+    if (edge) load_words(words, at, at.edge_begin, FP8 && cached > 0 ? cached_end(p, at) : at.edge_end);
+    wait_full(place, 0, threads_copied(0, edge, cached));
     wgmma_fence();
     multiply_k(scores, q, half_address(place, 0));
     wgmma_commit();
     wgmma_wait<0>();
     pin(scores);
     release(place, 0);
+    if (FP8 && seldom(cached == 0)) begin_fresh(scores, at);
     if (!idle) {
       if constexpr (CAP) cap(scores);
       if (edge) mask(scores, words, lane);
@@ -309,22 +351,31 @@ struct Consumer {
 
   // Scores of the tile behind `place` to weights, while those of the tile at `place` are multiplied with V.
   __device__ __forceinline__ void next_tile(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], u32 (&weights)[KEYS / 4],
-                                            const u32 (&q)[4 * Q_STEPS], const Cursor& at, i32 tile, i32 full) {
+                                            const u32 (&q)[4 * Q_STEPS], const Cursor& at, i32 tile, i32 full,
+                                            i32 cached) {
     const bool edge = tile >= full;
     u32 words[2][WORDS];
-    if (edge) load_words(words, at, at.edge_begin + (tile - full) * (KEYS / EDGE_KEYS));
+    if (edge) {
+      if constexpr (FP8)
+        load_words(words, at, fp8_unit<KEYS>(p, at, tile, cached), tile < cached ? cached_end(p, at) : at.edge_end);
+      else
+        load_words(words, at, at.edge_begin + (tile - full) * (KEYS / EDGE_KEYS), at.edge_end);
+    }
     // Not at the end of the tile before: were the wait for P V in one straight line with the exponentials that are to run
     // under the product, ptxas would move it up ahead of them.
-    if (tile > 1) finish_v(out, v_place);
+    if (tile > 1) {
+      finish_v(out, v_place);
+      if (FP8 && seldom(tile == cached + 1)) rescale(out, at);
+    }
     weights_of(weights, scores);
     const Place<STAGES> next = place.next();
-    wait_full(next, 0, edge || p.page_rows == 0);
+    wait_full(next, 0, threads_copied(tile, edge, cached));
     pin(scores);
     pin(out);
     wgmma_fence();
     multiply_k(scores, q, half_address(next, 0));
     wgmma_commit();
-    wait_full(place, 1, edge || p.page_rows == 0);
+    wait_full(place, 1, threads_copied(tile, edge, cached));
     wgmma_fence();
     multiply_v(out, weights, half_address(place, 1));
     wgmma_commit();
@@ -333,6 +384,7 @@ struct Consumer {
     release(next, 0);
     v_place = place;
     place = next;
+    if (FP8 && seldom(tile >= cached)) begin_fresh(scores, at);
     if (!idle) {
       if constexpr (CAP) cap(scores);
       if (edge) mask(scores, words, lane);
@@ -341,7 +393,13 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void item(const Cursor& at) {
-    const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
+    const i32 full = uniform(at.full_tiles);
+    i32 tiles = uniform(at.tiles), cached = tiles;
+    if constexpr (FP8) {
+      const Fp8Tiles counted = fp8_tiles<KEYS>(p, at);
+      tiles = uniform(counted.all);
+      cached = uniform(counted.cached);
+    }
     if (uniform(at.row0) + warpgroup() * 64 >= uniform(at.row_end)) {
       // none of this warpgroup's rows is there
       if (place.item() > 0) barrier_wait(shared_address(&memory.q_full), place.q_phase());
@@ -360,17 +418,27 @@ struct Consumer {
     u32 q[4 * Q_STEPS], weights[KEYS / 4];
     float scores[KEYS / 2], out[HEAD_DIM / 2];
     idle = uniform(at.row0) + uniform(upper_row()) >= uniform(at.row_end);
-    load_q(q, at);
+    u32 sign = p.q_sign;
+    if constexpr (FP8) {
+      const float worth = k_worth(p, at);
+      fp8_scale = bounded(fabsf(worth) * (CAP ? p.cap_in : p.scale));
+      sign ^= worth < 0.f ? 0x80008000 : 0;
+    }
+    load_q(q, at, sign);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
     base[0] = base[1] = LOWEST;
     sum[0] = sum[1] = 0.f;
 
-    first_tile(scores, out, q, at, full == 0);
+    first_tile(scores, out, q, at, full == 0, cached);
 #pragma unroll 1
-    for (i32 tile = 1; tile < tiles; ++tile) next_tile(scores, out, weights, q, at, tile, full);
+    for (i32 tile = 1; tile < tiles; ++tile) next_tile(scores, out, weights, q, at, tile, full, cached);
     if (!ALL_Q) release_q();
-    if (tiles > 1) finish_v(out, v_place);
+    if (tiles > 1) {
+      finish_v(out, v_place);
+      if (FP8 && seldom(tiles == cached + 1)) rescale(out, at);
+    }
+    const float worth = FP8 && cached == tiles ? v_worth(p, at) : 1.f;
     weights_of(weights, scores);
     wait_full(place, 1, true);
     pin(out);
@@ -379,7 +447,7 @@ struct Consumer {
     wgmma_commit();
     finish_v(out, place);
     place = place.next();
-    store(out, at);
+    store(out, at, worth);
   }
 
   __device__ __forceinline__ void run() {

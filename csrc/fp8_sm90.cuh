@@ -1,20 +1,18 @@
-// Tree attention of grouped queries over FP8 caches on Hopper: one producer warpgroup and CONSUMERS warpgroups of up to
-// ROWS packed rows a block, operands swapped (fp8_consumer.cuh).
+// Tree attention of grouped queries over FP8 caches on Hopper, up to 72 packed rows: one producer warpgroup and CONSUMERS
+// warpgroups of up to ROWS packed rows a block, operands swapped (fp8_consumer.cuh). (More rows: fp8_wide_sm90.cuh.)
 //
 // What the shapes are for, R = nodes * group packed rows of a request and KV head:
 //   1 consumer of 40 or 72 rows, two blocks an SM    R <= 72 (17 nodes of 4 heads: 68): rows are not padded to 128, and
 //                                                    each block has its own keys
-//   2 consumers of 72 rows                           R to 144 (17 nodes of 8 heads: 136), and wider trees in such tiles:
-//                                                    K and V come from L2 once for both
 // For a tile of 64 keys, in clocks of a multiprocessor:
-//                                                                      1 x 40   1 x 72   2 x 72
-//   products        Q K^T 8 steps and P V 8 of ROWS / 2                   320      576     1152
-//   shared memory   K and V in 128 and out 128 a consumer, Q 2 ROWS,
-//                   P ROWS in and 2 ROWS out                              456      616     1104
-//   exponentials    16 a clock                                            160      288      576
-//   numbers of K and V made float16, 64 a clock                           256      256      512
-//   instructions    of the four schedulers                                325      400      800
-//   from memory     16 KB at 4.28 TB/s                                    885      885      885
+//                                                                      1 x 40   1 x 72
+//   products        Q K^T 8 steps and P V 8 of ROWS / 2                   320      576
+//   shared memory   K and V in 128 and out 128, Q 2 ROWS,
+//                   P ROWS in and 2 ROWS out                              456      616
+//   exponentials    16 a clock                                            160      288
+//   numbers of K and V made float16, 64 a clock                           256      256
+//   instructions    of the four schedulers                                325      400
+//   from memory     16 KB at 4.28 TB/s                                    885      885
 // One warpgroup takes about 1050 clocks for a tile of 72 rows: products 576 and their latency 100, softmax 300, the way
 // through shared memory 80; the numbers of K and V are made under the products. Two of them on a multiprocessor, which
 // wait for nobody but their own memory, are ahead of it.
@@ -33,10 +31,6 @@ struct Fp8Registers;
 template <>
 struct Fp8Registers<1> {
   static constexpr int PRODUCER = 32, CONSUMER = 224;  // of two blocks
-};
-template <>
-struct Fp8Registers<2> {
-  static constexpr int PRODUCER = 40, CONSUMER = 232;
 };
 
 }  // namespace treeattn

@@ -122,17 +122,6 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     copy_async_commit();
   }
 
-  // 16 numbers, as numbers of T.
-  static __device__ __forceinline__ void widen_all(u32 (&made)[8], const u32 (&numbers)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      u32 first, last;
-      widen<Format>(numbers[i], first, last);
-      made[2 * i] = narrow_halves<T>(first);
-      made[2 * i + 1] = narrow_halves<T>(last);
-    }
-  }
-
   // A panel that was asked for to its part's place. The part before is `due` to be reported, 0 if none is: behind the numbers
   // of this one, when its stores have had time, and ahead of the wait for a place, which may be for readers of it.
   __device__ __forceinline__ void bring(u32 third, u32 index, u32& due) const {
@@ -143,7 +132,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) load_shared_16(numbers[half], arriving(third, index, half));
 #pragma unroll
-    for (u32 half = 0; half < 2; ++half) widen_all(made[half], numbers[half]);
+    for (u32 half = 0; half < 2; ++half) widen_all<T, Format>(made[half], numbers[half]);
     if (within_part(index) == 0) {
       pin(made[0]);
       pin(made[1]);
@@ -155,8 +144,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
       const u32 row = to + half * 32 * 128;
-      store_shared_16(row, made[half][0], made[half][1], made[half][2], made[half][3]);
-      store_shared_16(row ^ 16, made[half][4], made[half][5], made[half][6], made[half][7]);
+      store_widened(row, row ^ 16, made[half]);
     }
   }
 
@@ -207,7 +195,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
         rows[half] = this->cached(pages[half], position_at(at, tile, half), at.kv_head) + 16 * piece();
       load_pages(pages, at, tile + 1);
     } else {
-      const i32 unit = fp8_unit(at, tile, cached), end = has_fresh(p, at) ? at.prefix_units : at.edge_end;
+      const i32 unit = fp8_unit<MLA_KEYS>(p, at, tile, cached), end = cached_end(p, at);
 #pragma unroll 1
       for (u32 half = 0; half < 2; ++half) {
         const bool there = unit + static_cast<i32>(half) < end;
@@ -220,7 +208,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   // --- items ------------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void item(const Cursor& at, bool walks) {
-    const i32 tiles = at.tiles, cached = fp8_tiles(p, at).cached;
+    const i32 tiles = at.tiles, cached = fp8_tiles<MLA_KEYS>(p, at).cached;
     u32 pages[2] = {0, 0}, third = 0;
     Rows rows;
     load_pages(pages, at, 0);
@@ -255,7 +243,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     if (due != 0) arrive(due);
 #pragma unroll 1
     for (i32 tile = cached; tile < tiles; ++tile) {
-      const i32 unit = fp8_unit(at, tile, cached);
+      const i32 unit = fp8_unit<MLA_KEYS>(p, at, tile, cached);
       const u64 upper = this->edge(at, unit, row());
       copy_tile(upper, this->edge(at, unit + 1, row()));
     }

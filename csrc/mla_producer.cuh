@@ -200,7 +200,7 @@ struct MlaProducer {
   __device__ __forceinline__ void find() {
     if (lane == 0) {
       cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
-      if (NUMBER == 1 && memory.walk.tiles != 0) memory.walk.tiles = fp8_tiles(p, memory.walk).all;
+      if (NUMBER == 1 && memory.walk.tiles != 0) memory.walk.tiles = fp8_tiles<MLA_KEYS>(p, memory.walk).all;
     }
     __syncwarp();
   }

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "fp8_tiles.cuh"
 #include "ring.cuh"
 
 namespace treeattn {
@@ -59,37 +60,6 @@ struct MlaShared {
 __device__ __forceinline__ i64 mla_part(const AttentionParams& p, const Cursor& at) {
   return static_cast<i64>(p.split > 0 ? at.place : 2 * blockIdx.x + (at.unit == 0)) * MLA_ROWS;
 }
-
-// Tiles of an item whose cache is FP8: fresh rows, whose numbers have another scale, are never in a tile with others.
-struct Fp8Tiles {
-  i32 cached, all;
-};
-
-__device__ __forceinline__ bool has_fresh(const AttentionParams& p, const Cursor& at) {
-  return p.k_tree != nullptr && at.edge_end > at.prefix_units;
-}
-
-__device__ __forceinline__ Fp8Tiles fp8_tiles(const AttentionParams& p, const Cursor& at) {
-  constexpr i32 UNITS = MLA_KEYS / EDGE_KEYS;
-  const i32 end = has_fresh(p, at) ? most(at.prefix_units, at.edge_begin) : at.edge_end;  // of units of the cache
-  const i32 cached = at.full_tiles + ceil_div(end - at.edge_begin, UNITS);
-  return {cached, cached + ceil_div(at.edge_end - end, UNITS)};
-}
-
-// First edge unit of a tile of such an item.
-__device__ __forceinline__ i32 fp8_unit(const Cursor& at, i32 tile, i32 cached) {
-  constexpr i32 UNITS = MLA_KEYS / EDGE_KEYS;
-  return tile < cached ? at.edge_begin + (tile - at.full_tiles) * UNITS
-                       : most(at.prefix_units, at.edge_begin) + (tile - cached) * UNITS;
-}
-
-// What a number of its cache stands for.
-__device__ __forceinline__ float latent_scale(const AttentionParams& p, const Cursor& at) {
-  return p.k_scales != nullptr ? __ldg(p.k_scales + at.kv_head * p.stride_k_scale) : p.k_scale;
-}
-
-// A scale of scores, positive and not inf: 0 times -inf, or inf times 0, would be NaN.
-__device__ __forceinline__ float bounded(float scale) { return fminf(fmaxf(scale, 1e-30f), 3e38f); }
 
 // Copy an item, a number a lane.
 __device__ __forceinline__ void copy_item(Cursor& to, const Cursor& from, u32 lane) {

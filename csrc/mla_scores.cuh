@@ -279,7 +279,7 @@ struct MlaScores {
   // A tile with fresh rows, whose numbers are worth what they are: Q has the sign of the cache's.
   __device__ __forceinline__ void begin_fresh(float (&scores)[MLA_KEYS / 2], const Cursor& at) {
     fp8_scale = p.scale;
-    if (latent_scale(p, at) < 0.f) {
+    if (k_worth(p, at) < 0.f) {
 #pragma unroll
       for (int i = 0; i < MLA_KEYS / 2; ++i) scores[i] = -scores[i];
     }
@@ -287,7 +287,7 @@ struct MlaScores {
 
   // With the first such tile: sums so far count in numbers of the cache.
   __device__ __forceinline__ bool rescale(bool raised, const Cursor& at) {
-    const float k_scale = latent_scale(p, at);
+    const float k_scale = k_worth(p, at);
 #pragma unroll
     for (int half = 0; half < 2; ++half) decay[half] = raised ? decay[half] * k_scale : k_scale;
     return true;
@@ -300,8 +300,8 @@ struct MlaScores {
     float scores[MLA_KEYS / 2];
     idle = uniform(at.row0) + warp * 16 >= uniform(at.row_end);
     if constexpr (FP8) {
-      cached = uniform(fp8_tiles(p, at).cached);
-      const float k_scale = latent_scale(p, at);
+      cached = uniform(fp8_tiles<MLA_KEYS>(p, at).cached);
+      const float k_scale = k_worth(p, at);
       fp8_scale = bounded(fabsf(k_scale) * p.scale);
       load_q(q, p.q_sign ^ (k_scale < 0.f ? 0x80008000 : 0));
     } else {
@@ -315,7 +315,7 @@ struct MlaScores {
       u32 words[2][WORDS];
       if (seldom(edge)) {
         if constexpr (FP8)
-          load_words(words, at, fp8_unit(at, tile, cached), tile < cached && cached < tiles ? at.prefix_units : at.edge_end);
+          load_words(words, at, fp8_unit<MLA_KEYS>(p, at, tile, cached), tile < cached && cached < tiles ? at.prefix_units : at.edge_end);
         else
           load_words(words, at, at.edge_begin + (tile - full) * WORDS, 0);
       }
@@ -328,7 +328,7 @@ struct MlaScores {
       }
       if (FP8 && seldom(tile == cached && tile > 0)) raised = rescale(raised, at);
       store_weights(scores, raised);
-      if (seldom(tile == tiles - 1)) finish(at, FP8 && cached == tiles ? latent_scale(p, at) : 1.f);
+      if (seldom(tile == tiles - 1)) finish(at, FP8 && cached == tiles ? k_worth(p, at) : 1.f);
       __syncwarp();
       turn += 1;
     }

@@ -26,8 +26,8 @@ template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEP
           class Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>>
 struct Producer {
   using Memory = typename Memories::Layout;
-  static constexpr int NUMBER = Memories::NUMBER;        // bytes of a cached one
-  static constexpr int ROW_BYTES = HEAD_DIM * NUMBER;    // of a key
+  static constexpr int CACHED = Memories::CACHED, NUMBER = Memories::NUMBER;  // bytes of a number of the caches, of the ring
+  static constexpr int ROW_BYTES = HEAD_DIM * NUMBER;                         // of a key in the ring
   static constexpr int TILE_ROWS = Memories::ROWS * CONSUMERS;
   static constexpr int WARP_KEYS = KEYS / 4;
   static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
@@ -115,7 +115,7 @@ struct Producer {
     const u32 within = position - page_of(p, position) * p.page_size;
     const i64 k = page * p.stride_k_page + within * p.stride_k_slot + kv_head * p.stride_k_head;
     const i64 v = page * p.stride_v_page + within * p.stride_v_slot + kv_head * p.stride_v_head;
-    return {reinterpret_cast<u64>(p.k) + NUMBER * k, reinterpret_cast<u64>(p.v) + NUMBER * v};
+    return {reinterpret_cast<u64>(p.k) + CACHED * k, reinterpret_cast<u64>(p.v) + CACHED * v};
   }
 
   // The same of a key of an edge unit.
@@ -284,23 +284,36 @@ struct Producer {
     if (seldom(p.page_rows == 0)) threads_sync<128>(4);
   }
 
-  // Hand the item at the cursor to the other warps.
-  __device__ __forceinline__ void publish() {
-    barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
+  // Hand the item at the cursor to the other warps, as the item of a place.
+  __device__ __forceinline__ void publish(const Place<STAGES>& to) {
+    barrier_wait(shared_address(&memory.item_empty[to.item_slot()]), to.item_phase() ^ 1);
     if (lane < ITEM_LANES) {
       const u32 at = lane * 16;
       u32 part[4];
       load_shared_16(part, shared_address(&memory.walk) + at);
-      store_shared_16(shared_address(&memory.items[place.item_slot()]) + at, part[0], part[1], part[2], part[3]);
-      barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
+      store_shared_16(shared_address(&memory.items[to.item_slot()]) + at, part[0], part[1], part[2], part[3]);
+      barrier_arrive(shared_address(&memory.item_full[to.item_slot()]));
     }
     __syncwarp();
   }
 
-  // Find the first item at or behind the walk, and where its first pages are.
-  __device__ __forceinline__ void find() {
+  // The walk's steps, of which it takes one behind each item.
+  __device__ __forceinline__ void find_item() {
     if (lane == 0) cursor_find<KEYS, TILE_ROWS>(memory.walk, p);
     __syncwarp();
+  }
+
+  __device__ __forceinline__ void pass_item() {
+    if (lane == 0) {
+      // a cut item is merged behind the last one, when the other blocks are about as far
+      if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
+      cursor_advance<TILE_ROWS>(memory.walk, p);
+    }
+  }
+
+  // Find the first item at or behind the walk, and where its first pages are.
+  __device__ __forceinline__ void find() {
+    find_item();
     if (memory.walk.tiles != 0) find_boxes(memory.walk, 0);
   }
 
@@ -338,20 +351,24 @@ struct Producer {
 
   // The first warp's, before the block's barriers are there.
   __device__ __forceinline__ void begin() {
+    begin_walk();
+    find();
+  }
+
+  __device__ __forceinline__ void begin_walk() {
     find_thread();
     wait_prerequisites();
     launch_dependents();  // not before: they read the plan ahead of their own wait
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
     if (lane == 0) memory.passed = memory.num_parts = 0;
     __syncwarp();
-    find();
   }
 
   __device__ __forceinline__ void run() {
     for (;;) {
       find_thread();
       if (warp == 0)
-        publish();
+        publish(place);
       else
         barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());
       const Cursor& at = memory.items[place.item_slot()];
@@ -363,11 +380,7 @@ struct Producer {
       if (warp != 0) {
         if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       } else {
-        if (lane == 0) {
-          // a cut item is merged behind the last one, when the other blocks are about as far
-          if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
-          cursor_advance<TILE_ROWS>(memory.walk, p);
-        }
+        pass_item();
         find();
       }
       place.next_item();

@@ -24,7 +24,7 @@ constexpr u32 ATOM_BYTES = 1024;  // 8 rows of a panel, the period of the swizzl
 // CACHED_BYTES: of a number of the caches; CONSUMER_ROWS: of a consumer's Q.
 template <int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int CACHED_BYTES = 2, int CONSUMER_ROWS = 64>
 struct Shared {
-  static constexpr int NUMBER = CACHED_BYTES, ROWS = CONSUMER_ROWS;
+  static constexpr int CACHED = CACHED_BYTES, NUMBER = CACHED_BYTES, ROWS = CONSUMER_ROWS;  // NUMBER: of the ring's
   static constexpr u32 PANEL_BYTES = KEYS * 128;
   static constexpr u32 HALF_BYTES = KEYS * HEAD_DIM * NUMBER;
   static constexpr u32 Q_BYTES = ROWS * HEAD_DIM * 2;  // of a consumer

@@ -111,7 +111,9 @@ def test_any_number_of_rows_with_an_fp8_cache_has_a_kernel(dtype: torch.dtype, k
         shape = build.kernels_in(variant.source)[variant.name]
         assert shape.consumers * shape.rows == config.block_m
         assert (shape.threads, shape.blocks, shape.keys) == (32 * config.num_warps, config.programs_per_sm, 64)
-        assert variant_of(geometry, config, capped=True) == variant
+        capped = variant_of(geometry, config, capped=True)
+        assert capped.name in build.kernels_in(capped.source)
+        assert (capped == variant) == (rows <= 72)  # those have any option
         assert -(-rows // -(-rows // config.block_m)) <= config.block_m
 
 
@@ -132,8 +134,24 @@ def test_latent_rows_in_fp8_have_a_kernel(dtype: torch.dtype, kv_dtype: torch.dt
 
 
 def test_row_tiles_with_an_fp8_cache() -> None:
-    chosen = {rows: fp8_tile_rows(rows) for rows in (1, 32, 40, 41, 68, 72, 136, 160, 260, 520, 1028)}
-    assert chosen == {1: 40, 32: 40, 40: 40, 41: 72, 68: 72, 72: 72, 136: 144, 160: 72, 260: 144, 520: 144, 1028: 144}
+    chosen = {rows: fp8_tile_rows(rows) for rows in (1, 32, 40, 41, 68, 72, 73, 128, 129, 136, 260, 512, 1028)}
+    assert chosen == {
+        1: 40, 32: 40, 40: 40, 41: 72, 68: 72, 72: 72, 73: 128, 128: 128, 129: 192, 136: 192, 260: 192, 512: 128,
+        1028: 192,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_wide_kernel_for_fp8_caches_is_asked_for(kv_dtype: torch.dtype) -> None:
+    seen = set()
+    for rows in (80, 136):
+        for dtype in (torch.bfloat16, torch.float16):
+            for window_left, capped in ((-1, False), (7, False), (7, True)):
+                geometry = Geometry.of(1, 1, 128, dtype=dtype, kv_dtype=kv_dtype, window_left=window_left)
+                seen.add(variant_of(geometry, cuda_config(geometry, rows), capped))
+    sources = {variant.source for variant in seen}
+    assert {variant.name for variant in seen} == {name for source in sources for name in build.kernels_in(source)}
+    assert len(seen) == 12
 
 
 # the cache

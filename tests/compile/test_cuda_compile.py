@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.cuda.build import NVCC_OPTIONS, Fp8Shape, KernelShape, find_nvcc, kernels_in, source_dir
+from treeattn.cuda.build import NVCC_OPTIONS, Fp8Shape, Fp8WideShape, KernelShape, find_nvcc, kernels_in, source_dir
 
 SHARED_LIMIT = 227 * 1024
 SHARED_OF_SM, RESERVED = 228 * 1024, 1024
@@ -55,7 +55,7 @@ def compile_without_spills_or_serialised_products(
 def test_plain_build(source: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     cubin = tmp_path / "plain.cubin"
     compile_without_spills_or_serialised_products(source, (), cubin, record_property)
-    if source.startswith("attention"):
+    if source.startswith(("attention", "fp8_wide")):
         exponentials_run_under_a_product(source, cubin)
     if source == "fp8_sm90_d128.cu":
         numbers_are_widened_under_a_product(source, cubin)
@@ -91,7 +91,7 @@ def exponentials_run_under_a_product(source: str, cubin: Path) -> None:
     the way that moves the bases, which most tiles jump over."""
     for name, code in disassembled(cubin).items():
         shape = kernels_in(source)[name]
-        assert isinstance(shape, KernelShape)
+        assert isinstance(shape, (KernelShape, Fp8WideShape))
         keys = shape.keys
         begin = next(at for at, (_, line) in enumerate(code) if re.search(r"DEPBAR\.LE gsb0, 0x1", line))
         start = code[begin][0]
@@ -130,7 +130,8 @@ def test_shared_memory_fits(tmp_path: Path, record_property: Callable[[str, obje
     for name, shape in shapes.items():
         lines.append(f'  std::printf("{name} %zu\\n", sizeof(treeattn::{shape.layout}::Layout));')
     main = tmp_path / "main.cu"
-    includes = "".join(f"#include {name}\n" for name in ("<cstdio>", '"fp8_ring.cuh"', '"mla_fp8_ring.cuh"'))
+    names = ("<cstdio>", '"fp8_ring.cuh"', '"fp8_wide_ring.cuh"', '"mla_fp8_ring.cuh"')
+    includes = "".join(f"#include {name}\n" for name in names)
     main.write_text(includes + "int main() {\n" + "\n".join(lines) + "\n}\n")
     program = tmp_path / "main"
     subprocess.run(

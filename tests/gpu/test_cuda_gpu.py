@@ -20,11 +20,12 @@ from repeated_calls import RepeatedCalls
 from settings_of_tests import Setting
 
 import treeattn
-from treeattn.cuda.build import Fp8Shape, KernelShape, MlaFp8Shape, kernels_in, source_dir
+from treeattn.cuda.build import Fp8Shape, Fp8WideShape, KernelShape, MlaFp8Shape, kernels_in, source_dir
 from treeattn.cuda.config import KEYS, MLA_DIMS, Variant
 from treeattn.cuda.launch import load
 from treeattn.driver import LOCAL_BYTES
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
+from treeattn.testing.run import call_of, group_of
 
 REASON = treeattn.available_backends("cuda")["cuda"]
 pytestmark = [
@@ -91,6 +92,9 @@ def test_as_many_blocks_fit_as_the_plan_counts_on(source: str) -> None:
                               cached=shape.format.lower(), rows=shape.rows)  # fmt: skip
         elif isinstance(shape, MlaFp8Shape):
             variant = variant._replace(cached=shape.format.lower())
+        elif isinstance(shape, Fp8WideShape):
+            variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys, shape.options,
+                              shape.format.lower())  # fmt: skip
         assert variant.name == name
         function = load(variant, torch.cuda.current_device())
         assert function.attribute(LOCAL_BYTES) == 0, name
@@ -146,7 +150,8 @@ def test_random_cases(part: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "kv_dtype"), [(128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float8_e4m3fn)]
+    ("dim", "kv_dtype"),
+    [(128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float8_e4m3fn), (128, torch.float8_e5m2)],
 )
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8), (64, 8)], ids=["c1", "c2", "c3"])
 def test_the_same_bits_again_and_again(heads: tuple[int, int], dim: int, kv_dtype: torch.dtype) -> None:
@@ -211,7 +216,15 @@ SCALES = ("float", "heads", "none", "tensor")
 FP8_SHAPES: dict[str, dict[str, Any]] = {
     **SHAPES,
     "rows-of-40": {"q_lens": [8], "prefixes": [5000], "heads": (40, 8), "page_size": 64},
-    "three-tiles-of-72": {"q_lens": [40], "prefixes": [2000], "heads": (10, 2), "page_size": 64},
+    "200-rows": {"q_lens": [40], "prefixes": [2000], "heads": (10, 2), "page_size": 64},
+    "wide-c2-heads": {"q_lens": [20], "prefixes": [3000], "heads": (32, 8), "page_size": 64},
+    "wide-c2-fresh": {"q_lens": [20, 5], "prefixes": [3333, 64], "heads": (32, 8), "page_size": 16, "tree_kv": "fresh"},
+    "wide-c2-page-1": {"q_lens": [25, 9], "prefixes": [1777, 64], "heads": (8, 2), "page_size": 1},
+    "wide-c3-page-1": {"q_lens": [17, 9], "prefixes": [5777, 64], "heads": (64, 8), "page_size": 1},
+    "wide-c3-fresh": {"q_lens": [17, 17], "prefixes": [3000, 31], "heads": (64, 8), "tree_kv": "fresh"},
+    "wide-c3-many": {"q_lens": [17] * 40, "prefixes": list(range(0, 4000, 100)), "heads": (8, 1), "page_size": 24},
+    "wide-c3-long": {"q_lens": [17], "prefixes": [60_000], "heads": (8, 1), "page_size": 16},
+    "wide-negative": {"q_lens": [17], "prefixes": [500], "heads": (8, 1), "sm_scale": -0.11, "tree_kv": "fresh"},
     "fresh-of-72": {"q_lens": [17, 5], "prefixes": [3333, 64], "heads": (32, 8), "page_size": 64, "tree_kv": "fresh"},
     "fresh-wide": {"q_lens": [257, 3], "prefixes": [130, 20], "heads": (8, 2), "page_size": 16, "tree_kv": "fresh"},
     "fresh-alone": {"q_lens": [17, 9, 33], "prefixes": [0, 64, 31], "heads": (8, 2), "tree_kv": "fresh"},
@@ -242,7 +255,8 @@ def test_fp8_shapes(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.usefixtures("build")
 def test_fp8_options(name: str) -> None:
-    for turn, shape in enumerate((*OPTION_SHAPES, "fresh-of-72", "sharp"), list(OPTIONS).index(name)):
+    shapes = (*OPTION_SHAPES, "fresh-of-72", "sharp", "wide-c2-heads", "wide-c2-fresh", "wide-c3-fresh")
+    for turn, shape in enumerate(shapes, list(OPTIONS).index(name)):
         case = cached(shape, turn, OPTIONS[name])
         verdict = check_case(case, "cuda", ("plain", "static")[turn // 2 % 2])
         assert verdict.ok, f"{verdict.message}\n{case.describe()}"
@@ -258,6 +272,37 @@ def test_fp8_random_cases(part: int) -> None:
         for path in ("plain", "static"):
             verdict = check_case(case, "cuda", path)
             assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (8, 1), (5, 1)], ids=["one-consumer", "c3", "c2"])
+@pytest.mark.parametrize("turn", range(8))
+@pytest.mark.usefixtures("build")
+def test_fp8_inf_and_nan_come_through(turn: int, heads: tuple[int, int]) -> None:
+    """Of V, in the dims where they are; by tensor copies and by rows."""
+    dtype, kv_dtype = CACHES[turn % 4]
+    rng = random.Random(turn)
+    case = build_case([draw_tree("recent", 17, rng)], [300], q_lens=[17], heads=heads, head_dim=128, dtype=dtype,
+                      device="cuda", placement=Placement(page_size=(64, 1)[turn // 4]),
+                      options=Options(kv_dtype=kv_dtype, scales="heads"), seed=1)  # fmt: skip
+    (content,) = case.content_v
+    odd = content.clone()
+    odd[5, :, 3] = odd[70, :, 77] = odd[299, :, 127] = float("nan")
+    if kv_dtype == E5M2:
+        odd[130, :, 5], odd[9, :, 64] = float("inf"), float("-inf")
+    outs = []
+    for given in (case, case.with_content(v=(odd,))):
+        step = treeattn.plan(given.layout(), given.kv(), **group_of(given), backend="cuda")
+        out = treeattn.tree_attention(given.q, given.k_cache, given.v_cache, step, **call_of(given))
+        assert isinstance(out, torch.Tensor)
+        outs.append(out)
+    plain, out = outs
+    others = torch.ones(128, dtype=torch.bool, device=out.device)
+    others[[3, 5, 64, 77, 127]] = False
+    assert out[..., [3, 77, 127]].isnan().all()
+    assert torch.equal(out[..., others], plain[..., others])
+    if kv_dtype == E5M2:
+        assert (out[..., 5] == float("inf")).all()
+        assert (out[..., 64] == float("-inf")).all()
 
 
 MLA_SHAPES: dict[str, dict[str, Any]] = {

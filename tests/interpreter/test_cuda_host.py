@@ -32,7 +32,7 @@ from treeattn import backends
 from treeattn.backends import choose_backend
 from treeattn.buffers import tensors_of
 from treeattn.capabilities import CAPABILITIES, Asked, missing
-from treeattn.cuda.build import Fp8Shape, MlaFp8Shape, kernels_in, source_dir
+from treeattn.cuda.build import Fp8Shape, Fp8WideShape, MlaFp8Shape, kernels_in, source_dir
 from treeattn.cuda.config import cuda_config, variant_of
 from treeattn.cuda.launch import CacheMaps, fill, params_of, scale_at
 from treeattn.driver import UINT8
@@ -67,7 +67,7 @@ def built(folder: Path, macro: str) -> Path:
             for path in (*source_dir().iterdir(), *HOST.iterdir()):
                 shutil.copy(path, sources)
             names = [name for source in source_dir().glob("*.cu") for name, shape in kernels_in(source.name).items()
-                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape | MlaFp8Shape)]  # fmt: skip
+                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape | Fp8WideShape | MlaFp8Shape)]  # fmt: skip
             listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
             subprocess.run(
                 [str(GXX), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
@@ -583,7 +583,13 @@ FP8_SHAPES = {
     "rows-of-40": {"q_lens": [8], "prefixes": [500], "heads": (5, 1), "page_size": 64},
     "second-consumer-of-one": {"q_lens": [17, 18, 19], "prefixes": [64, 333, 130], "heads": (8, 2), "page_size": 32},
     "tiles-of-130": {"q_lens": [65], "prefixes": [500], "heads": (4, 1), "page_size": 64},
-    "three-tiles-of-72": {"q_lens": [40], "prefixes": [200], "heads": (5, 1), "page_size": 16},
+    "200-rows": {"q_lens": [40], "prefixes": [200], "heads": (5, 1), "page_size": 16},
+    "wide-c2": {"q_lens": [20], "prefixes": [900], "heads": (4, 1), "page_size": 64},
+    "wide-c2-boxes-of-8": {"q_lens": [20, 3], "prefixes": [413, 1300], "heads": (4, 1), "page_size": 24},
+    "wide-c2-fresh": {"q_lens": [20, 40], "prefixes": [333, 64], "heads": (4, 1), "page_size": 16, "tree_kv": "fresh"},
+    "wide-c2-page-1": {"q_lens": [20, 9], "prefixes": [333, 64], "heads": (4, 1), "page_size": 1},
+    "wide-c3-page-1": {"q_lens": [17], "prefixes": [460], "heads": (8, 1), "page_size": 1, "kv_layout": "HND"},
+    "wide-c3-fresh": {"q_lens": [17, 17], "prefixes": [333, 31], "heads": (8, 1), "page_size": 64, "tree_kv": "fresh"},
     "page-1": {"q_lens": [9, 17], "prefixes": [333, 64], "heads": (4, 1), "page_size": 1},
     "fresh-of-72": {"q_lens": [17], "prefixes": [333], "heads": (4, 1), "page_size": 64, "tree_kv": "fresh"},
     "fresh-wide": {"q_lens": [70, 3], "prefixes": [130, 20], "heads": (2, 2), "page_size": 16, "tree_kv": "fresh"},
@@ -602,9 +608,25 @@ def test_fp8_shapes(name: str) -> None:
         assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
+@pytest.mark.parametrize("turn", range(8))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_whoever_is_ahead(turn: int) -> None:
+    """Items of all lengths for the wide kernels: each tile comes to each place of both rings, in each kind of copy."""
+    count, group = (24, 4) if turn % 2 else (16, 8)  # 76 or 152 rows at most
+    prefixes = [(0, 64, 5, 130, 33, 32, 200, 96, 520)[request * request % 9] for request in range(count + turn)]
+    nodes = [(3, 19, 1, 9)[request % 4] for request in range(count + turn)]
+    shape = {"q_lens": [19] * len(nodes), "nodes": nodes, "prefixes": prefixes, "heads": (group, 1),
+             "page_size": (16, 64, 1, 8)[turn // 2], "tree_kv": ("logical", "fresh", "slots")[turn % 3]}  # fmt: skip
+    case = cached(shape, turn)
+    verdict = check_case(case, "triton", ("plain", "static")[turn // 4])
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
 FP8_OPTION_SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape for name, shape in OPTION_SHAPES.items() if name != "c2"},
     "one-tile-of-72": {"q_lens": [17, 5], "prefixes": [333, 64], "heads": (4, 1), "page_size": 64, "table": "block"},
+    "wide-c2": {"q_lens": [20, 5], "prefixes": [333, 64], "heads": (4, 1), "page_size": 64, "table": "block"},
+    "wide-c2-fresh": {"q_lens": [20], "prefixes": [200], "heads": (4, 1), "page_size": 12, "tree_kv": "fresh"},
     "fresh-of-72": {"q_lens": [17, 40], "prefixes": [333, 70], "heads": (4, 2), "page_size": 16, "tree_kv": "fresh"},
 }
 
@@ -628,7 +650,8 @@ def test_fp8_options(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("on_host_fp8")
 def test_fp8_scales_of_scores(sm_scale: float, turn: int, tree_kv: str) -> None:
     """With 3, rows jump from key to key: bases move in most tiles."""
-    case = cached({"q_lens": [17], "prefixes": [600], "heads": (4, 1), "page_size": 64, "tree_kv": tree_kv}, turn)
+    heads = (8, 1) if turn % 2 else (4, 1)
+    case = cached({"q_lens": [17], "prefixes": [600], "heads": heads, "page_size": 64, "tree_kv": tree_kv}, turn)
     case = dataclasses.replace(case, sm_scale=sm_scale)
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
@@ -701,6 +724,56 @@ def test_fp8_beside_fresh_numbers_that_float16_has_not(what: str) -> None:
     large = content.clone()
     large[300:] *= 2.0**20
     verdict = check_case(dataclasses.replace(case.with_content(**{what: (large,)}), sm_scale=1e-6), "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("heads", [(4, 1), (8, 1)], ids=["one-consumer", "wide"])
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_inf_and_nan_come_through(turn: int, heads: tuple[int, int]) -> None:
+    """Of V, in the dims where they are; by tensor copies and by rows."""
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": heads, "page_size": (64, 1)[turn % 2]}, turn)
+    (content,) = case.content_v
+    odd = content.clone()
+    odd[5, :, 3] = odd[70, :, 77] = odd[299, :, 127] = float("nan")
+    kv_dtype = KINDS[turn][1]
+    if kv_dtype == E5M2:
+        odd[130, :, 5], odd[9, :, 64] = float("inf"), float("-inf")
+    outs = []
+    for given in (case, case.with_content(v=(odd,))):
+        step = treeattn.plan(given.layout(), given.kv(), **group_of(given), backend="triton")
+        out = treeattn.tree_attention(given.q, given.k_cache, given.v_cache, step, **call_of(given))
+        assert isinstance(out, torch.Tensor)
+        outs.append(out)
+    plain, out = outs
+    others = torch.ones(128, dtype=torch.bool, device=out.device)
+    others[[3, 5, 64, 77, 127]] = False
+    assert out[..., [3, 77, 127]].isnan().all()
+    assert torch.equal(out[..., others], plain[..., others])
+    if kv_dtype == E5M2:
+        assert (out[..., 5] == float("inf")).all()
+        assert (out[..., 64] == float("-inf")).all()
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("tree_kv", ["logical", "fresh"])
+@pytest.mark.parametrize("q_len", [10, 17, 20])
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_negative_scales(q_len: int, tree_kv: str, cap: float) -> None:
+    """The same bytes, of which each stands for the opposite; 80, 136 and 160 rows."""
+    options = Options(kv_dtype=E4M3, scales="float", logits_soft_cap=cap)
+    case = shaped([q_len], [200], (8, 1), 128, options=options, page_size=16, tree_kv=tree_kv)
+    assert isinstance(case.k_scale, float)
+    assert isinstance(case.v_scale, float)
+    (k,), (v,) = case.content_k, case.content_v
+    signs = torch.full((k.shape[0], 1, 1), -1.0)
+    if tree_kv == "fresh":
+        signs[200:] = 1.0  # not scaled
+    given = dataclasses.replace(case, k_scale=-case.k_scale, v_scale=-case.v_scale, content_k=(k * signs,),
+                                content_v=(v * signs,))  # fmt: skip
+    verdict = check_case(given, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 

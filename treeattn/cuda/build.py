@@ -130,6 +130,50 @@ class Fp8Shape(NamedTuple):
         return -(-(base + weights + exchange) // ATOM_BYTES) * ATOM_BYTES
 
 
+class Fp8WideShape(NamedTuple):
+    """The arguments of a ``TREEATTN_FP8_WIDE`` line of a source file, but for the name."""
+
+    dtype: str
+    format: str
+    head_dim: int
+    consumers: int
+    keys: int
+    stages: int
+    staged: int
+    q_steps: int
+    options: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor."""
+        return 1
+
+    @property
+    def rows(self) -> int:
+        """Of a consumer."""
+        return 64
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def layout(self) -> str:
+        """The template of csrc that lies over shared memory."""
+        ring = f"{self.head_dim}, {self.consumers}, {self.keys}, {self.stages}"
+        return f"Fp8WideShared<{ring}, {self.staged}, {self.q_steps}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``Fp8WideShared::Layout`` (csrc/fp8_wide_ring.cuh), compared with the compiler's by a test."""
+        ring = KernelShape(
+            self.dtype, self.head_dim, self.consumers, self.keys, self.stages, self.q_steps, self.blocks, self.options
+        )
+        staged = self.staged * (2 * self.keys * self.head_dim + 2 * 8)
+        return -(-(ring.shared_bytes + staged) // ATOM_BYTES) * ATOM_BYTES
+
+
 class MlaShape(NamedTuple):
     """The arguments of a ``TREEATTN_MLA`` line of a source file, but for the name."""
 
@@ -202,9 +246,9 @@ def source_dir() -> Path:
     raise BuildError(f"the CUDA sources are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}")
 
 
-Shape = KernelShape | Fp8Shape | MlaShape | MlaFp8Shape
+Shape = KernelShape | Fp8Shape | Fp8WideShape | MlaShape | MlaFp8Shape
 SHAPES: dict[str, Callable[..., Shape]] = {
-    "ATTENTION": KernelShape, "FP8": Fp8Shape, "MLA": MlaShape, "MLA_FP8": MlaFp8Shape,
+    "ATTENTION": KernelShape, "FP8": Fp8Shape, "FP8_WIDE": Fp8WideShape, "MLA": MlaShape, "MLA_FP8": MlaFp8Shape,
 }  # fmt: skip
 
 

@@ -18,8 +18,8 @@ MLA_DIMS = (576, 512)
 MLA_WARPS = 16
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-FP8_TILES = {40: (1, 40), 72: (1, 72), 144: (2, 72)}
-"""Consumer warpgroups and rows of each of the kernels for FP8 caches, by the rows of their row tiles."""
+FP8_ROWS = (40, 72)
+"""Rows of the row tiles of the kernels that widen an FP8 cache in the registers of one consumer."""
 KEYS = 64
 WINDOW, CAP = 1, 2
 """Options that have kernels of their own, as bits (``OPTION_*`` of csrc/ring.cuh)."""
@@ -39,11 +39,11 @@ class Variant(NamedTuple):
     keys : int
         Keys of a KV tile.
     options : int
-        Sum of `WINDOW` and `CAP`: the kernels with a cap take a window too. Those for FP8 caches take both.
+        Sum of `WINDOW` and `CAP`: the kernels with a cap take a window too. Those of `FP8_ROWS` take both.
     cached : {"", "e4m3", "e5m2"}
         Format of an FP8 cache.
     rows : int
-        Of a consumer.
+        Of a consumer: 64, or one of `FP8_ROWS` for FP8 caches.
     """
 
     dtype: str
@@ -59,10 +59,10 @@ class Variant(NamedTuple):
         """Of the kernel's function."""
         if self.is_mla:
             return f"mla_fp8_sm90_{self.dtype}_{self.cached}" if self.cached else f"mla_sm90_{self.dtype}"
-        if self.cached:
+        if self.rows in FP8_ROWS:
             return f"fp8_sm90_{self.dtype}_{self.cached}_d{self.head_dim}_c{self.consumers}_r{self.rows}"
-        shape = f"{self.dtype}_d{self.head_dim}_c{self.consumers}_n{self.keys}"
-        return f"attention_sm90_{shape}{SUFFIXES[self.options]}"
+        kind, numbers = ("fp8_wide", f"{self.dtype}_{self.cached}") if self.cached else ("attention", self.dtype)
+        return f"{kind}_sm90_{numbers}_d{self.head_dim}_c{self.consumers}_n{self.keys}{SUFFIXES[self.options]}"
 
     @property
     def source(self) -> str:
@@ -70,9 +70,10 @@ class Variant(NamedTuple):
         suffix = "_e5m2" if self.cached == "e5m2" else ""
         if self.is_mla:
             return f"mla_fp8_sm90{suffix}.cu" if self.cached else "mla_sm90.cu"
-        if self.cached:
+        if self.rows in FP8_ROWS:
             return f"fp8_sm90_d{self.head_dim}{suffix}.cu"
-        return f"attention_sm90_d{self.head_dim}{SUFFIXES[self.options]}.cu"
+        kind = "fp8_wide" if self.cached else "attention"
+        return f"{kind}_sm90_d{self.head_dim}{SUFFIXES[self.options]}{suffix}.cu"
 
     @property
     def is_mla(self) -> bool:
@@ -100,12 +101,11 @@ def consumers_for(rows: int, head_dim: int = 128) -> int:
 def fp8_tile_rows(rows: int) -> int:
     """Rows of a row tile of the kernels for FP8 caches, for `rows` packed rows of a request and KV head.
 
-    A tile of one consumer takes 5 units of time, of which K and V from L2 are a part, and one of two 8: 136 rows take
-    one tile of two, 160 rows three of one, 260 two of two. (Counted, not measured.)
+    One tile of `FP8_ROWS` if it holds them: their warpgroup widens K and V for itself. Else the tiles of 64-row
+    warpgroups that a cache of 16 bits takes (`consumers_for`), whose producer widens K and V once for all: two
+    warpgroups that each did it for 72 rows took 1.25 to 1.37 times as long as with 16 bits (h200-fp8.json).
     """
-    if rows <= 40:
-        return 40
-    return min((144, 72), key=lambda tile: -(-rows // tile) * (8 if tile == 144 else 5))
+    return next((tile for tile in FP8_ROWS if rows <= tile), 64 * consumers_for(rows))
 
 
 def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
@@ -115,9 +115,9 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
         return KernelConfig(64, KEYS, geometry.head_dim, MLA_WARPS, 2, 1, 2, reason)
     if geometry.kv_dtype in FP8_NAMES:
         tile = fp8_tile_rows(geometry.group * max_q_len)
-        consumers, rows = FP8_TILES[tile]
-        reason = f"FP8: {consumers} consumer(s) of {rows} rows"
-        return KernelConfig(tile, KEYS, geometry.head_dim, 4 * (consumers + 1), 4, 3 - consumers, 2, reason)
+        consumers, blocks = (1, 2) if tile in FP8_ROWS else (tile // 64, 1)
+        reason = f"FP8: {consumers} consumer(s) of {tile // consumers} rows"
+        return KernelConfig(tile, KEYS, geometry.head_dim, 4 * (consumers + 1), 4, blocks, 2, reason)
     consumers = consumers_for(geometry.group * max_q_len, geometry.head_dim)
     blocks = 2 if consumers == 1 and geometry.head_dim != WIDE else 1
     reason = {
@@ -133,9 +133,8 @@ def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -
     if geometry.shared_kv:
         cached = FP8_NAMES.get(geometry.kv_dtype, "")
         return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, 1, config.block_n, cached=cached)
-    if geometry.kv_dtype in FP8_NAMES:
-        consumers, rows = FP8_TILES[config.block_m]
-        dtype, cached = DTYPE_NAMES[geometry.dtype], FP8_NAMES[geometry.kv_dtype]
-        return Variant(dtype, geometry.head_dim, consumers, config.block_n, cached=cached, rows=rows)
+    dtype, cached = DTYPE_NAMES[geometry.dtype], FP8_NAMES.get(geometry.kv_dtype, "")
+    if cached and config.block_m in FP8_ROWS:
+        return Variant(dtype, geometry.head_dim, 1, config.block_n, cached=cached, rows=config.block_m)
     options = WINDOW + CAP if capped else WINDOW if geometry.window_left >= 0 else 0
-    return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, config.block_m // 64, config.block_n, options)
+    return Variant(dtype, geometry.head_dim, config.block_m // 64, config.block_n, options, cached)
