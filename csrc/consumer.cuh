@@ -19,8 +19,10 @@ namespace treeattn {
 
 // FP8: of the caches. The ring has their numbers as T, each worth the item's scale of it, and fresh rows as they are. Sums of
 // V count in numbers of the cache until the first tile with fresh rows.
+// Io: of Q and out. Where it is bf16 and T float16, Q is multiplied as float16 times a power of two, which the greatest number
+// of a warp's rows gives: as exact as float16 is. There are no fresh rows then.
 template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS,
-          class Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>, bool FP8 = false>
+          class Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>, bool FP8 = false, class Io = T>
 struct Consumer {
   using Memory = typename Memories::Layout;
   static constexpr u32 PANEL_BYTES = KEYS * PANEL_COLUMNS * 2;
@@ -28,6 +30,7 @@ struct Consumer {
   static constexpr int WORDS = KEYS / EDGE_KEYS;  // mask words of a row and tile
   static constexpr bool ALL_Q = Q_STEPS == HEAD_DIM / 16;  // is in registers
   static constexpr bool WINDOW = (OPTIONS & OPTION_WINDOW) != 0, CAP = (OPTIONS & OPTION_CAP) != 0;
+  static constexpr bool CONVERTS = IS_HALF<T> != IS_HALF<Io>, FRESH = FP8 && !CONVERTS;
   static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
   static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
 
@@ -86,9 +89,39 @@ struct Consumer {
     return p.cap_in;
   }
 
+  // This warp's rows of Q as float16 times a power of two with that sign, in place. Returns the inverse of the power.
+  __device__ __forceinline__ float convert_q(u32 sign) const {
+    static_assert(HEAD_DIM == 128, "a lane for each 64 dims of a row");
+    const u32 row = thread_in_group() / 32 * 16 + lane % 16, numbers = q_address + lane / 16 * (64 * 128) + row * 128;
+    u32 greatest = 0, part[4];
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+      load_shared_16(part, numbers + ((i ^ row % 8) << 4));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const u32 low = part[j] & 0x7FFF, high = part[j] >> 16 & 0x7FFF;
+        if (low < 0x7F80 && low > greatest) greatest = low;  // inf and NaN are their row's own business
+        if (high < 0x7F80 && high > greatest) greatest = high;
+      }
+    }
+    const u32 exponent = most(__reduce_max_sync(~0u, greatest) >> 7, 15);
+    const float factor = __int_as_float((268 - exponent) << 23 | (sign & 0x80000000));  // 2^14 to 2^15
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+      const u32 at = numbers + ((i ^ row % 8) << 4);
+      load_shared_16(part, at);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        part[j] = pack<T>(__int_as_float(part[j] << 16) * factor, __int_as_float(part[j] & 0xFFFF0000) * factor);
+      store_shared_16(at, part[0], part[1], part[2], part[3]);
+    }
+    __syncwarp();
+    return __int_as_float((exponent - 14) << 23);
+  }
+
   // Wait for the item's Q, or copy this warp's rows of the first item's, and bring the first dims to registers. FP8:
-  // `fp8_sign` is that of both scales, as q_sign.
-  __device__ __forceinline__ void load_q(u32 (&q)[4 * Q_STEPS], const Cursor& at, u32 fp8_sign) {
+  // `fp8_sign` is that of both scales, as q_sign. Returns what scores are to be multiplied by for that.
+  __device__ __forceinline__ float load_q(u32 (&q)[4 * Q_STEPS], const Cursor& at, u32 fp8_sign) {
     const u32& sign = FP8 ? fp8_sign : p.q_sign;
     if (place.item() == 0) {
       const u32 thread = thread_in_block();
@@ -103,17 +136,22 @@ struct Consumer {
     } else {
       barrier_wait(shared_address(&memory.q_full), place.q_phase());
     }
+    float inverse = 1.f;
+    if constexpr (CONVERTS) inverse = convert_q(sign);
     const u32 row = q_address + (thread_in_group() / 32 * 16 + lane % 16) * 128;
 #pragma unroll
     for (int step = 0; step < Q_STEPS; ++step) {
       load_blocks(q + 4 * step, row + step / 4 * (64 * 128) + ((step % 4 * 2 + lane / 16 ^ lane % 8) << 4));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) q[4 * step + i] ^= sign;
+      for (int i = 0; i < 4; ++i) {
+        if (!CONVERTS) q[4 * step + i] ^= sign;
+      }
     }
     if (ALL_Q) {
+      if (CONVERTS) fence_async_proxy();  // an arrival does not wait for loads
       release_q();
     } else {
-      if (sign != 0) {
+      if (!CONVERTS && sign != 0) {
         if (Q_STEPS % 4 != 0) threads_sync<128>(5 + warpgroup());  // the panel that is changed has been read by all warps
         for (u32 at = Q_STEPS / 4 * (64 * 128) + thread_in_group() * 16; at < 64 * HEAD_DIM * 2; at += 128 * 16) {
           u32 part[4];
@@ -122,8 +160,9 @@ struct Consumer {
         }
       }
       fence_async_proxy();  // for what was copied, too
-      if (sign != 0) threads_sync<128>(5 + warpgroup());
+      if (CONVERTS || sign != 0) threads_sync<128>(5 + warpgroup());
     }
+    return inverse;
   }
 
   // scores[64, KEYS] = Q K^T
@@ -294,7 +333,7 @@ struct Consumer {
                                          head * p.stride_out_head) + lane % 4;
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 8; ++j)
-          to[4 * j] = pack<T>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
+          to[4 * j] = pack<Io>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
         if (p.lse != nullptr && lane % 4 == 0) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
       } else {
         // in the order of the fragments, 16 bytes a thread (the merge knows)
@@ -341,7 +380,7 @@ struct Consumer {
     wgmma_wait<0>();
     pin(scores);
     release(place, 0);
-    if (FP8 && seldom(cached == 0)) begin_fresh(scores, at);
+    if (FRESH && seldom(cached == 0)) begin_fresh(scores, at);
     if (!idle) {
       if constexpr (CAP) cap(scores);
       if (edge) mask(scores, words, lane);
@@ -365,7 +404,7 @@ struct Consumer {
     // under the product, ptxas would move it up ahead of them.
     if (tile > 1) {
       finish_v(out, v_place);
-      if (FP8 && seldom(tile == cached + 1)) rescale(out, at);
+      if (FRESH && seldom(tile == cached + 1)) rescale(out, at);
     }
     weights_of(weights, scores);
     const Place<STAGES> next = place.next();
@@ -384,7 +423,7 @@ struct Consumer {
     release(next, 0);
     v_place = place;
     place = next;
-    if (FP8 && seldom(tile >= cached)) begin_fresh(scores, at);
+    if (FRESH && seldom(tile >= cached)) begin_fresh(scores, at);
     if (!idle) {
       if constexpr (CAP) cap(scores);
       if (edge) mask(scores, words, lane);
@@ -418,13 +457,13 @@ struct Consumer {
     u32 q[4 * Q_STEPS], weights[KEYS / 4];
     float scores[KEYS / 2], out[HEAD_DIM / 2];
     idle = uniform(at.row0) + uniform(upper_row()) >= uniform(at.row_end);
-    u32 sign = p.q_sign;
     if constexpr (FP8) {
       const float worth = k_worth(p, at);
-      fp8_scale = bounded(fabsf(worth) * (CAP ? p.cap_in : p.scale));
-      sign ^= worth < 0.f ? 0x80008000 : 0;
+      const float inverse = load_q(q, at, p.q_sign ^ (worth < 0.f ? 0x80008000 : 0));
+      fp8_scale = bounded(fabsf(worth) * (CAP ? p.cap_in : p.scale) * inverse);
+    } else {
+      load_q(q, at, 0);
     }
-    load_q(q, at, sign);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
     base[0] = base[1] = LOWEST;
@@ -436,7 +475,7 @@ struct Consumer {
     if (!ALL_Q) release_q();
     if (tiles > 1) {
       finish_v(out, v_place);
-      if (FP8 && seldom(tiles == cached + 1)) rescale(out, at);
+      if (FRESH && seldom(tiles == cached + 1)) rescale(out, at);
     }
     const float worth = FP8 && cached == tiles ? v_worth(p, at) : 1.f;
     weights_of(weights, scores);
@@ -460,7 +499,7 @@ struct Consumer {
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       place.next_item();
     }
-    if (p.split == 0) Merge<T, HEAD_DIM, CONSUMERS, Memory>(p, memory).run();
+    if (p.split == 0) Merge<Io, HEAD_DIM, CONSUMERS, Memory>(p, memory).run();
   }
 };
 

@@ -20,14 +20,10 @@
 #pragma once
 
 #include "fp8_ring.cuh"
+#include "fp8_tiles.cuh"
 #include "merge.cuh"
 
 namespace treeattn {
-
-template <class T>
-constexpr bool IS_HALF = false;
-template <>
-constexpr bool IS_HALF<Fp16> = true;
 
 template <class T, class Format, int HEAD_DIM, int CONSUMERS, int ROWS, int KEYS, int STAGES>
 struct Fp8Consumer {
@@ -661,8 +657,8 @@ struct Fp8Consumer {
       return;
     }
     const float of_q = p.q_sign != 0 ? -load_q(at) : load_q(at);
-    const float k_scale = p.k_scales != nullptr ? __ldg(p.k_scales + at.kv_head * p.stride_k_scale) : p.k_scale;
-    float v_factor = p.v_scales != nullptr ? __ldg(p.v_scales + at.kv_head * p.stride_v_scale) : p.v_scale;
+    const float k_scale = k_worth(p, at);
+    float v_factor = v_worth(p, at);
     const float fresh_scale = (p.cap_in != 0.f ? p.cap_in : p.scale) * of_q, cached_scale = fresh_scale * k_scale;
 
     Scores scores;

@@ -55,6 +55,11 @@ __device__ __forceinline__ float bounded(float scale) { return fminf(fmaxf(scale
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
 
+template <class T>
+constexpr bool IS_HALF = false;
+template <>
+constexpr bool IS_HALF<Fp16> = true;
+
 // 16 numbers as numbers of T.
 template <class T, class Format>
 __device__ __forceinline__ void widen_all(u32 (&made)[8], const u32 (&numbers)[4]) {

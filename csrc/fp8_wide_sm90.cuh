@@ -2,7 +2,9 @@
 // two or three, whose producer makes numbers of the cache 16 bits wide. (Fewer rows: fp8_sm90.cuh.)
 //
 // Each number is made once for all rows of a tile. The products of two consumers take about 1,500 clocks for 64 keys and those
-// of three 2,000, which is more than memory takes for their 16 KB (885), and what the producer does is under them.
+// of three 2,000, which is more than memory takes for their 16 KB (885), and what the producer does is to be under them.
+// Products are in float16, which both formats are with one instruction for two numbers, as bf16 with four. But for fresh rows
+// of bf16, which float16 has not: there are kernels with products in bf16 for those.
 
 #pragma once
 
@@ -34,14 +36,14 @@ static_assert(REGISTERS_SUFFICE<2> && REGISTERS_SUFFICE<3>);
 
 }  // namespace treeattn
 
-// One kernel: as TREEATTN_ATTENTION, with the format of the caches and the tiles on their way. The host reads these lines
-// (treeattn/cuda/build.py).
-#define TREEATTN_FP8_WIDE(NAME, T, FORMAT, HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS, OPTIONS)              \
+// One kernel: as TREEATTN_ATTENTION, with the type of the products, the format of the caches and the tiles on their way. The
+// host reads these lines (treeattn/cuda/build.py).
+#define TREEATTN_FP8_WIDE(NAME, IO, T, FORMAT, HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS, OPTIONS)          \
   extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)                                           \
       NAME(const __grid_constant__ treeattn::AttentionParams params) {                                             \
     using namespace treeattn;                                                                                      \
     using Memories = Fp8WideShared<HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS>;                            \
     run_block<Fp8WideRegisters<CONSUMERS>, Memories, CONSUMERS,                                                    \
               Fp8WideProducer<T, FORMAT, HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS, OPTIONS>,             \
-              Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS, Memories, true>>(params);           \
+              Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS, Memories, true, IO>>(params);       \
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -145,13 +146,13 @@ def test_row_tiles_with_an_fp8_cache() -> None:
 def test_every_wide_kernel_for_fp8_caches_is_asked_for(kv_dtype: torch.dtype) -> None:
     seen = set()
     for rows in (80, 136):
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype, fresh in itertools.product((torch.bfloat16, torch.float16), (False, True)):
             for window_left, capped in ((-1, False), (7, False), (7, True)):
-                geometry = Geometry.of(1, 1, 128, dtype=dtype, kv_dtype=kv_dtype, window_left=window_left)
+                geometry = Geometry.of(1, 1, 128, dtype=dtype, kv_dtype=kv_dtype, window_left=window_left, fresh_tree=fresh)
                 seen.add(variant_of(geometry, cuda_config(geometry, rows), capped))
     sources = {variant.source for variant in seen}
     assert {variant.name for variant in seen} == {name for source in sources for name in build.kernels_in(source)}
-    assert len(seen) == 12
+    assert len(seen) == 18  # bf16 has other kernels where rows are fresh
 
 
 # the cache

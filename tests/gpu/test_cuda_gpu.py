@@ -94,7 +94,7 @@ def test_as_many_blocks_fit_as_the_plan_counts_on(source: str) -> None:
             variant = variant._replace(cached=shape.format.lower())
         elif isinstance(shape, Fp8WideShape):
             variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys, shape.options,
-                              shape.format.lower())  # fmt: skip
+                              shape.format.lower(), fresh=shape.products == "Bf16")  # fmt: skip
         assert variant.name == name
         function = load(variant, torch.cuda.current_device())
         assert function.attribute(LOCAL_BYTES) == 0, name

@@ -704,22 +704,24 @@ def test_fp8_unseen_rows_change_nothing(seed: int) -> None:
 
 
 @CANARY_ONLY
+@pytest.mark.parametrize("heads", [(4, 1), (5, 1), (8, 1)], ids=["one-consumer", "wide-c2", "wide-c3"])
 @pytest.mark.parametrize("power", [-40, 30])
 @pytest.mark.parametrize("tree_kv", ["logical", "fresh"])
 @pytest.mark.usefixtures("on_host_fp8")
-def test_fp8_queries_of_any_size(power: int, tree_kv: str) -> None:
+def test_fp8_queries_of_any_size(power: int, tree_kv: str, heads: tuple[int, int]) -> None:
     """bf16 queries are multiplied as float16, whose range is smaller."""
-    case = cached({"q_lens": [17], "prefixes": [300], "heads": (4, 1), "page_size": 64, "tree_kv": tree_kv}, 1)
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": heads, "page_size": 64, "tree_kv": tree_kv}, 1)
     scaled = dataclasses.replace(case, q=case.q * 2.0**power, sm_scale=0.09 * 2.0**-power)
     verdict = check_case(scaled, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
 @CANARY_ONLY
+@pytest.mark.parametrize("heads", [(4, 1), (8, 1)], ids=["one-consumer", "wide"])
 @pytest.mark.parametrize("what", ["k", "v"])
 @pytest.mark.usefixtures("on_host_fp8")
-def test_fp8_beside_fresh_numbers_that_float16_has_not(what: str) -> None:
-    case = cached({"q_lens": [17], "prefixes": [300], "heads": (4, 1), "page_size": 64, "tree_kv": "fresh"}, 1)
+def test_fp8_beside_fresh_numbers_that_float16_has_not(what: str, heads: tuple[int, int]) -> None:
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": heads, "page_size": 64, "tree_kv": "fresh"}, 1)
     (content,) = case.content_k if what == "k" else case.content_v
     large = content.clone()
     large[300:] *= 2.0**20

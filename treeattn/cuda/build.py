@@ -134,6 +134,7 @@ class Fp8WideShape(NamedTuple):
     """The arguments of a ``TREEATTN_FP8_WIDE`` line of a source file, but for the name."""
 
     dtype: str
+    products: str
     format: str
     head_dim: int
     consumers: int

@@ -44,6 +44,8 @@ class Variant(NamedTuple):
         Format of an FP8 cache.
     rows : int
         Of a consumer: 64, or one of `FP8_ROWS` for FP8 caches.
+    fresh : bool
+        Of the wide kernels for FP8 caches, one whose products are in bf16, as fresh rows are.
     """
 
     dtype: str
@@ -53,6 +55,7 @@ class Variant(NamedTuple):
     options: int = 0
     cached: str = ""
     rows: int = 64
+    fresh: bool = False
 
     @property
     def name(self) -> str:
@@ -62,7 +65,8 @@ class Variant(NamedTuple):
         if self.rows in FP8_ROWS:
             return f"fp8_sm90_{self.dtype}_{self.cached}_d{self.head_dim}_c{self.consumers}_r{self.rows}"
         kind, numbers = ("fp8_wide", f"{self.dtype}_{self.cached}") if self.cached else ("attention", self.dtype)
-        return f"{kind}_sm90_{numbers}_d{self.head_dim}_c{self.consumers}_n{self.keys}{SUFFIXES[self.options]}"
+        shape = f"d{self.head_dim}_c{self.consumers}_n{self.keys}{SUFFIXES[self.options]}"
+        return f"{kind}_sm90_{numbers}_{shape}" + "_fresh" * self.fresh
 
     @property
     def source(self) -> str:
@@ -137,4 +141,5 @@ def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -
     if cached and config.block_m in FP8_ROWS:
         return Variant(dtype, geometry.head_dim, 1, config.block_n, cached=cached, rows=config.block_m)
     options = WINDOW + CAP if capped else WINDOW if geometry.window_left >= 0 else 0
-    return Variant(dtype, geometry.head_dim, config.block_m // 64, config.block_n, options, cached)
+    fresh = bool(cached) and geometry.dtype == torch.bfloat16 and geometry.fresh_tree
+    return Variant(dtype, geometry.head_dim, config.block_m // 64, config.block_n, options, cached, fresh=fresh)
