@@ -148,7 +148,8 @@ def test_every_wide_kernel_for_fp8_caches_is_asked_for(kv_dtype: torch.dtype) ->
     for rows in (80, 136):
         for dtype, fresh in itertools.product((torch.bfloat16, torch.float16), (False, True)):
             for window_left, capped in ((-1, False), (7, False), (7, True)):
-                geometry = Geometry.of(1, 1, 128, dtype=dtype, kv_dtype=kv_dtype, window_left=window_left, fresh_tree=fresh)
+                geometry = Geometry.of(1, 1, 128, dtype=dtype, kv_dtype=kv_dtype, window_left=window_left,
+                                       fresh_tree=fresh)  # fmt: skip
                 seen.add(variant_of(geometry, cuda_config(geometry, rows), capped))
     sources = {variant.source for variant in seen}
     assert {variant.name for variant in seen} == {name for source in sources for name in build.kernels_in(source)}
