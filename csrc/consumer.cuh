@@ -25,7 +25,7 @@ template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEP
           class Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>, bool FP8 = false, class Io = T>
 struct Consumer {
   using Memory = typename Memories::Layout;
-  static constexpr u32 PANEL_BYTES = KEYS * PANEL_COLUMNS * 2;
+  static constexpr u32 GROUP_BYTES = Memories::GROUP_BYTES;
   static constexpr int TILE_ROWS = 64 * CONSUMERS;
   static constexpr int WORDS = KEYS / EDGE_KEYS;  // mask words of a row and tile
   static constexpr bool ALL_Q = Q_STEPS == HEAD_DIM / 16;  // is in registers
@@ -125,7 +125,7 @@ struct Consumer {
     const u32& sign = FP8 ? fp8_sign : p.q_sign;
     if (place.item() == 0) {
       const u32 thread = thread_in_block();
-      copy_rows<HEAD_DIM, 16>(copy_place<HEAD_DIM>(q_address, 64, thread % 128 / 32 * 16, thread % 32),
+      copy_rows<HEAD_DIM, 16>(copy_place<HEAD_DIM>(q_address, 64 * 128, thread % 128 / 32 * 16, thread % 32),
                               q_row(p, at, thread / 32 * 16 + thread % 16), thread % 32);
       copy_async_wait_all();
       __syncwarp();
@@ -167,10 +167,10 @@ struct Consumer {
 
   // scores[64, KEYS] = Q K^T
   __device__ __forceinline__ void multiply_k(float (&scores)[KEYS / 2], const u32 (&q)[4 * Q_STEPS], u32 slot) const {
-    const u64 k = operand(slot, 16, ATOM_BYTES);
+    const u64 k = operand(slot, 16, GROUP_BYTES);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
-      const u64 k_step = k + ((step / 4 * PANEL_BYTES + step % 4 * 32) >> 4);
+      const u64 k_step = k + ((step / 4 * ATOM_BYTES + step % 4 * 32) >> 4);
       if constexpr (!ALL_Q) {
         if (step >= Q_STEPS) {
           const u64 a = operand(q_address, 16, ATOM_BYTES) + ((step / 4 * 64 * 128 + step % 4 * 32) >> 4);
@@ -185,10 +185,10 @@ struct Consumer {
   // out[64, HEAD_DIM] += P V
   static __device__ __forceinline__ void multiply_v(float (&out)[HEAD_DIM / 2], const u32 (&weights)[KEYS / 4],
                                                     u32 slot) {
-    const u64 v = operand(slot, PANEL_BYTES, ATOM_BYTES);
+    const u64 v = operand(slot, ATOM_BYTES, GROUP_BYTES);
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step)
-      Product<T, HEAD_DIM, 1>::run(out, weights + 4 * step, v + ((step * 2 * ATOM_BYTES) >> 4), 1);
+      Product<T, HEAD_DIM, 1>::run(out, weights + 4 * step, v + ((step * 2 * GROUP_BYTES) >> 4), 1);
   }
 
   // Mask words of this thread's rows for the edge tile whose first unit is `unit`. FP8: units from `edge_units` on are not its.

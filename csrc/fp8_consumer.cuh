@@ -146,7 +146,7 @@ struct Fp8Consumer {
     if (place.item() == 0) {
 #pragma unroll 1
       for (u32 begin = warp * 8; begin < ROWS; begin += 4 * 8)
-        copy_rows<HEAD_DIM, 8>(copy_place<HEAD_DIM>(q_address, ROWS, begin, lane),
+        copy_rows<HEAD_DIM, 8>(copy_place<HEAD_DIM>(q_address, Q_PANEL, begin, lane),
                                q_row(p, at, group * ROWS + begin + lane % 8), lane);
       copy_async_wait_all();
       __syncwarp();

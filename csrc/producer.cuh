@@ -6,8 +6,8 @@
 // prefix and the tree, where a row that nobody sees must not be read. One lane finds out where a key is (page, or slot,
 // or row of the fresh tensors) and tells the lanes that copy its row.
 //
-// Where no tensor map can be made (pages of less than 8 slots or of an odd number, odd strides), all four warps copy the
-// full tiles too.
+// Where no tensor map can be made (pages of less than 8 slots or of an odd number, odd strides, KV heads that do not begin
+// whole panels apart), all four warps copy the full tiles too.
 
 #pragma once
 
@@ -74,8 +74,9 @@ struct Producer {
     const u32 begin = wait_empty(half);
     find_thread();
     spoil<WARPS>(begin, index);
-    constexpr u32 ROWS = KEYS / WARPS;
-    copy_rows<ROW_BYTES / 2, ROWS>(copy_place<ROW_BYTES / 2>(begin, KEYS, index * ROWS, lane), address, lane);
+    constexpr u32 ROWS = KEYS / WARPS, STRIDE = Memories::GROUP_BYTES;
+    const u32 to = copy_place<ROW_BYTES / 2, STRIDE>(begin, ATOM_BYTES, index * ROWS, lane);
+    copy_rows<ROW_BYTES / 2, ROWS, STRIDE>(to, address, lane);
     const u32 barrier = shared_address(&memory.full[place.stage()][half]);
     copy_async_arrive(barrier);
     find_thread();
@@ -174,15 +175,19 @@ struct Producer {
       pages = index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table);
   }
 
+  // Number of the first panel of a KV head, counted from the first of head 0.
+  static __device__ __forceinline__ u32 head_panel(i32 kv_head, i64 stride) {
+    return kv_head * static_cast<u32>(static_cast<u64>(stride) / (128 / NUMBER));
+  }
+
   // Full tiles by tensor copies: a lane for each box of a half tile.
   __device__ __forceinline__ void full_boxes(const Cursor& at) {
     const u32 rows = p.page_rows, boxes = KEYS / rows, all = at.full_tiles * boxes;
-    const u32 panel = lane / boxes, box = lane % boxes, head = at.kv_head;
 #pragma unroll 1
     for (u32 first = 0; first < all; first += boxes) {
       if (seldom(first % 32 == 0 && first > 0)) find_boxes(at, first);
-      const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
-      const u32 position = at.full_key + (first + box) * rows, within = position - page_of(p, position) * p.page_size;
+      const u32 page = __shfl_sync(~0u, pages, first + lane);
+      const u32 position = at.full_key + (first + lane) * rows, within = position - page_of(p, position) * p.page_size;
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage()][half]);
@@ -192,9 +197,9 @@ struct Producer {
           barrier_arrive(barrier, PRODUCER_ARRIVALS - 1);
         }
         __syncwarp();
-        if (panel < ROW_BYTES / 128)
-          copy_box(to + panel * (KEYS * 128) + box * rows * 128, half == 0 ? p.k_map : p.v_map, panel * (128 / NUMBER), within, head,
-                   page, barrier);
+        if (lane < boxes)
+          copy_panels(to + lane * rows * ROW_BYTES, half == 0 ? p.k_map : p.v_map,
+                      head_panel(at.kv_head, half == 0 ? p.stride_k_head : p.stride_v_head), within / 8, page, barrier);
       }
       place = place.next();
     }
@@ -225,7 +230,8 @@ struct Producer {
 #pragma unroll 1
     for (u32 begin = (warp - 1) * AT_ONCE; begin < TILE_ROWS; begin += 3 * AT_ONCE)
       copy_rows<HEAD_DIM, AT_ONCE>(
-          copy_place<HEAD_DIM>(shared_address(memory.q[begin / Memories::ROWS]), Memories::ROWS, begin % Memories::ROWS, lane),
+          copy_place<HEAD_DIM>(shared_address(memory.q[begin / Memories::ROWS]), Memories::ROWS * 128, begin % Memories::ROWS,
+                               lane),
           q_row(p, at, begin + lane % AT_ONCE), lane);
     copy_async_arrive(shared_address(&memory.q_full));
   }

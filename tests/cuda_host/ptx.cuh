@@ -379,24 +379,48 @@ inline void copy_async_wait() {
   own.copied.erase(own.copied.begin(), own.copied.end() - PENDING);
   copies_come(count);
 }
-// The words of a map here: address, shape (4, innermost first), byte strides (3), box (4), bytes of a number.
-inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page, u32 barrier) {
-  const u64* words = map.words;
-  const u64 bytes = words[12];
-  for (u64 row = 0; row < words[9]; ++row)
-    for (u64 column = 0; column < words[8]; ++column) {
-      const u64 at[4] = {dim + column, slot + row, static_cast<u64>(head), static_cast<u64>(page)};
+// The words of a map here: address, shape (5, innermost first), byte strides (4), box (5), and its rank and the bytes of a
+// number in one. Numbers of a box come one behind the other, its innermost axis first, 128 bytes long; what lies outside of
+// the shape is 0. The swizzle is of address bits.
+template <int RANK>
+inline void copy_tensor(u32 to, const TensorMap& map, const i32 (&first)[RANK], u32 barrier) {
+  const u64 *shape = map.words + 1, *strides = map.words + 6, *box = map.words + 10;
+  const u64 bytes = map.words[15] % 256, rank = map.words[15] / 256;
+  if (rank != RANK || box[0] * bytes != 128 || to % 128 != 0) {
+    std::fprintf(stderr, "a copy of %d axes to byte %u, of a map of %llu and boxes of %llu bytes\n", RANK, to, rank,
+                 box[0] * bytes);
+    std::abort();
+  }
+  u64 rows = 1;
+  for (int axis = 1; axis < RANK; ++axis) rows *= box[axis];
+  for (u64 row = 0; row < rows; ++row) {
+    const char* from = reinterpret_cast<const char*>(map.words[0]);
+    bool inside = true;
+    u64 left = row;
+    for (int axis = 1; axis < RANK; ++axis) {
+      const i64 at = first[axis] + static_cast<i64>(left % box[axis]);
+      left /= box[axis];
+      inside &= 0 <= at && at < static_cast<i64>(shape[axis]);
+      from += at * static_cast<i64>(strides[axis - 1]);
+    }
+    for (u64 column = 0; column < box[0]; ++column) {
+      const i64 at = first[0] + static_cast<i64>(column);
       unsigned short number = 0;
-      if (at[0] < words[1] && at[1] < words[2] && at[2] < words[3] && at[3] < words[4])
-        std::memcpy(&number, reinterpret_cast<const char*>(words[0]) + bytes * at[0] + at[1] * words[5] + at[2] * words[6] +
-                                 at[3] * words[7], bytes);
+      if (inside && 0 <= at && at < static_cast<i64>(shape[0])) std::memcpy(&number, from + at * bytes, bytes);
       u32 place = to + row * 128 + column * bytes;
       place ^= (place >> 7 & 7) << 4;
       std::memcpy(shared_bytes + place, &number, bytes);
     }
+  }
   Barrier& at = barrier_at(barrier);
-  at.bytes -= words[8] * words[9] * bytes;
+  at.bytes -= rows * 128;
   barrier_turn(at);
+}
+inline void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page, u32 barrier) {
+  copy_tensor<4>(to, map, {dim, slot, head, page}, barrier);
+}
+inline void copy_panels(u32 to, const TensorMap& map, i32 panel, i32 group, i32 page, u32 barrier) {
+  copy_tensor<5>(to, map, {0, 0, panel, group, page}, barrier);
 }
 inline void prefetch(const TensorMap&) {}
 inline void copy_async_arrive(u32 barrier) {

@@ -14,6 +14,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,21 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return loaded
 
 
-def host_map(to: Any, dtype: int, address: int, *numbers: Any) -> None:
-    """In place of the driver's encoding: what `copy_box` of tests/cuda_host/ptx.cuh reads."""
-    for index, number in enumerate((address, *(number for part in numbers for number in part))):
-        to.words[index] = number
-    to.words[12] = 1 if dtype == UINT8 else 2
+def host_map(
+    to: Any, dtype: int, address: int, shape: Sequence[int], byte_strides: Sequence[int], box: Sequence[int]
+) -> None:
+    """In place of the driver's encoding, with what it asks for: what `copy_tensor` of tests/cuda_host/ptx.cuh reads."""
+    rank, size = len(shape), 1 if dtype == UINT8 else 2
+    assert len(byte_strides) == rank - 1
+    assert len(box) == rank <= 5
+    assert address % 16 == 0
+    assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in byte_strides)
+    assert all(0 < count <= 256 for count in box)
+    assert all(0 < extent <= 2**32 for extent in shape)
+    assert box[0] * size <= 128
+    missing_axes = 5 - rank
+    parts = (address,), shape, [1] * missing_axes, byte_strides, [16] * missing_axes, box, [1] * missing_axes
+    to.words[:] = [*itertools.chain(*parts), 256 * rank + size]
 
 
 class HostAttention:

@@ -41,8 +41,12 @@ ROW_BYTES = 16
 """What a copy moves at once: rows of q, K and V start at multiples of it."""
 BOX_BYTES = 128
 """Of a row of a tensor copy's box, and of the swizzle."""
+GROUP = 8
+"""Rows of 128 bytes that are the period of the swizzle."""
 MAX_STRIDE = 2**40
 """What a tensor map's strides, in bytes, must stay below."""
+MAX_EXTENT = 2**31
+"""Of an axis of a tensor map, whose coordinates are int32."""
 MOST_MAPS = 1024
 """Pairs of caches whose tensor maps a launch keeps: more than a model has layers."""
 ADDRESSES, ADDRESSES_AT = struct.Struct("=10Q"), AttentionParams.q.offset
@@ -191,18 +195,29 @@ def box_rows(page_size: int) -> int:
     (16, 16, 64, 0)
     """
     rows = math.gcd(page_size, KEYS)
-    return rows if rows >= 8 else 0
+    return rows if rows >= GROUP else 0
 
 
 class CacheMaps:
-    """Tensor maps of the K and V caches of a step's layers, made once for each pair of them."""
+    """Tensor maps of the K and V caches of a step's layers, made once for each pair of them.
+
+    A box has the panels of 128 bytes of all its slots, those of each 8 slots side by side. Five axes are all that a map
+    has: KV heads are on that of the panels, a multiple of 128 bytes apart, or there is no map. Boxes of MLA's latent rows
+    have one panel, and an axis of heads.
+    """
 
     def __init__(self, step: Step, cache_strides: tuple[int, ...]) -> None:
         self.page_size, self.kv_heads, self.head_dim = step.kv.page_size, step.num_kv_heads, step.head_dim
+        self.shared_kv = step.shared_kv
         self.dtype = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}.get(step.kv_dtype, UINT8)
         self.dims = BOX_BYTES // step.kv_dtype.itemsize  # of a box
         self.strides = [step.kv_dtype.itemsize * stride for stride in cache_strides]  # page, slot, head: of K, of V
         usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
+        if not step.shared_kv:
+            slots, heads = self.strides[1::3], self.strides[2::3]
+            usable &= all(GROUP * slot < MAX_STRIDE for slot in slots)
+            usable &= all(self._panels(head) < MAX_EXTENT for head in heads)
+            usable &= self.kv_heads == 1 or all(head % BOX_BYTES == 0 for head in heads)
         widened = step.shared_kv and self.dtype == UINT8  # on the way to shared memory: no box is copied as it is
         self.rows = box_rows(self.page_size) if usable and not widened else 0
         self.made: dict[tuple[int, int, int], bytes] = {}
@@ -225,9 +240,19 @@ class CacheMaps:
     def _encode(self, address: int, num_pages: int, strides: Sequence[int]) -> bytes:
         page, slot, head = strides
         made = TensorMap()
-        shape = (self.head_dim, self.page_size, self.kv_heads, num_pages)
-        encode_tensor_map(made, self.dtype, address, shape, (slot, head, page), (self.dims, self.rows, 1, 1))
+        shape: tuple[int, ...]
+        if self.shared_kv:
+            shape, box = (self.head_dim, self.page_size, self.kv_heads, num_pages), (self.dims, self.rows, 1, 1)
+            encode_tensor_map(made, self.dtype, address, shape, (slot, head, page), box)
+        else:
+            shape = (self.dims, GROUP, self._panels(head), self.page_size // GROUP, num_pages)
+            box = (self.dims, GROUP, self.head_dim // self.dims, self.rows // GROUP, 1)
+            encode_tensor_map(made, self.dtype, address, shape, (slot, BOX_BYTES, GROUP * slot, page), box)
         return bytes(made)
+
+    def _panels(self, head_stride: int) -> int:
+        """Of the cache, from the first of the first KV head to the last of the last."""
+        return (self.kv_heads - 1) * head_stride // BOX_BYTES + self.head_dim // self.dims
 
 
 def fill(
