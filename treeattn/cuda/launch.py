@@ -201,9 +201,9 @@ def box_rows(page_size: int) -> int:
 class CacheMaps:
     """Tensor maps of the K and V caches of a step's layers, made once for each pair of them.
 
-    A box has the panels of 128 bytes of all its slots, those of each 8 slots side by side. Five axes are all that a map
-    has: KV heads are on that of the panels, a multiple of 128 bytes apart, or there is no map. Boxes of MLA's latent rows
-    have one panel, and an axis of heads.
+    A box has all panels of its slots, 128 bytes each, side by side for each 8 slots (csrc/ring.cuh). A map has at most
+    five axes: KV heads share that of the panels, so where they are not whole panels apart there is no map. Boxes of
+    MLA's latent rows have one panel, and their maps an axis of heads.
     """
 
     def __init__(self, step: Step, cache_strides: tuple[int, ...]) -> None:
