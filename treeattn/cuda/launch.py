@@ -239,15 +239,14 @@ class CacheMaps:
 
     def _encode(self, address: int, num_pages: int, strides: Sequence[int]) -> bytes:
         page, slot, head = strides
-        made = TensorMap()
-        shape: tuple[int, ...]
+        shape: Sequence[int] = (self.dims, GROUP, self._panels(head), self.page_size // GROUP, num_pages)
+        byte_strides: Sequence[int] = (slot, BOX_BYTES, GROUP * slot, page)
+        box: Sequence[int] = (self.dims, GROUP, self.head_dim // self.dims, self.rows // GROUP, 1)
         if self.shared_kv:
-            shape, box = (self.head_dim, self.page_size, self.kv_heads, num_pages), (self.dims, self.rows, 1, 1)
-            encode_tensor_map(made, self.dtype, address, shape, (slot, head, page), box)
-        else:
-            shape = (self.dims, GROUP, self._panels(head), self.page_size // GROUP, num_pages)
-            box = (self.dims, GROUP, self.head_dim // self.dims, self.rows // GROUP, 1)
-            encode_tensor_map(made, self.dtype, address, shape, (slot, BOX_BYTES, GROUP * slot, page), box)
+            shape, byte_strides = (self.head_dim, self.page_size, self.kv_heads, num_pages), (slot, head, page)
+            box = (self.dims, self.rows, 1, 1)
+        made = TensorMap()
+        encode_tensor_map(made, self.dtype, address, shape, byte_strides, box)
         return bytes(made)
 
     def _panels(self, head_stride: int) -> int:
