@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import fcntl
 import itertools
+import math
 import os
 import random
 import shutil
@@ -20,6 +21,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from option_bodies import (
     general_masks_take_the_callers_positions,
     merged_parts_are_the_whole,
@@ -40,6 +43,7 @@ from treeattn.driver import UINT8
 from treeattn.fallback import FallbackLaunch, triton_twin
 from treeattn.geometry import Geometry
 from treeattn.kernels import launch as launching
+from treeattn.kv import cache_strides
 from treeattn.plan import Step
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, judge, random_case
 from treeattn.testing.run import StaticRun, asked_of, call_of, group_of, previous_of
@@ -264,6 +268,71 @@ def test_random_cases(seed: int) -> None:
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
+CANARY_ONLY = pytest.mark.parametrize("library", BUILDS[1:], indirect=True)
+"""The build that shows more, where both would take a minute."""
+# page size, cache, layout, KV heads, head dim, and slots of a tensor copy's box: 0 where rows are copied by threads
+PAGES = [
+    (1, "paged", "NHD", 2, 128, 0),
+    (2, "interleaved", "HND", 1, 256, 0),
+    (5, "strided", "NHD", 1, 128, 0),
+    (8, "paged", "NHD", 2, 128, 8),
+    (8, "unlike", "HND", 1, 256, 8),
+    (16, "interleaved", "NHD", 2, 128, 16),
+    (16, "strided", "NHD", 1, 128, 16),  # a page stride that is no multiple of 8 slots
+    (16, "strided", "HND", 1, 256, 16),
+    (16, "strided", "NHD", 2, 128, 0),  # KV heads 272 bytes apart
+    (16, "unlike", "NHD", 2, 64, 0),  # of V alone
+    (24, "paged", "HND", 2, 256, 8),
+    (24, "packed", "NHD", 2, 64, 8),
+    (32, "strided", "HND", 2, 128, 0),
+    (48, "flat", "NHD", 2, 128, 16),
+    (48, "packed", "HND", 2, 128, 16),
+    (64, "paged", "HND", 2, 256, 64),
+    (64, "interleaved", "HND", 2, 128, 64),
+    (128, "paged", "NHD", 2, 256, 64),
+    (128, "interleaved", "HND", 2, 64, 64),
+]
+
+
+def box_rows_of(case: Case) -> int:
+    """Slots of a box of a case's caches; 0 where threads copy rows."""
+    place = case.placement
+    k, v = (cache_strides(cache, place.page_size, place.kv_layout) for cache in (case.k_cache, case.v_cache))
+    return CacheMaps(treeattn.plan(case.layout(), case.kv(), **group_of(case)), (*k, *v)).rows
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("tree_kv", ["logical", "slots"])
+@pytest.mark.parametrize(("page_size", "cache", "kv_layout", "kv_heads", "head_dim", "rows"), PAGES)
+@pytest.mark.usefixtures("on_host")
+def test_pages(
+    page_size: int, cache: str, kv_layout: str, kv_heads: int, head_dim: int, rows: int, tree_kv: str
+) -> None:
+    place = {"page_size": page_size, "cache": cache, "kv_layout": kv_layout, "tree_kv": tree_kv}
+    turn = page_size + kv_heads + (tree_kv == "slots")
+    index = {"index_dtype": (torch.int32, torch.int64)[turn % 2], "table": ("csr", "block")[turn // 2 % 2]}
+    options = Options(window_left=(-1, 150)[(turn + 1) // 2 % 2])
+    case = shaped([17, 3], [333, 150], (4 * kv_heads, kv_heads), head_dim, options=options, **place, **index)
+    assert box_rows_of(case) == rows
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**16), page_size=st.sampled_from([8, 16, 24, 48, 64, 128]),
+       head_dim=st.sampled_from([64, 128, 256]), tree_kv=st.sampled_from(["logical", "slots", "fresh"]))  # fmt: skip
+@pytest.mark.usefixtures("on_host")
+def test_caches_that_tensor_maps_can_hold(seed: int, page_size: int, head_dim: int, tree_kv: str) -> None:
+    cache = ("paged", "flat", "interleaved", "packed", "strided", "unlike")[seed % 6]
+    kv_heads = 1 if cache in ("strided", "unlike") else 2
+    case = random_case(seed, dtype=torch.float16, head_dim=head_dim, batch=2, uniform=True, max_prefix=300, max_width=9,
+                       group=4, num_kv_heads=kv_heads, cache=cache, page_size=page_size, tree_kv=tree_kv)  # fmt: skip
+    assert box_rows_of(case) == math.gcd(page_size, 64)
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
 OPTION_SHAPES: dict[str, dict[str, Any]] = {
     "c1": {"q_lens": [8, 3], "prefixes": [200, 70], "heads": (8, 1), "page_size": 16, "nodes": [7, 3]},
     "c2": {"q_lens": [17, 5], "prefixes": [333, 64], "heads": (4, 1), "head_dim": 128, "page_size": 64,
@@ -293,8 +362,6 @@ OPTIONS: dict[str, Options] = {
 }
 
 
-CANARY_ONLY = pytest.mark.parametrize("library", BUILDS[1:], indirect=True)
-"""The build that shows more, where both would take a minute."""
 OPTION_CASES = [
     (name, shape) for name in OPTIONS for shape in OPTION_SHAPES
     if shape in ("c1", "c2", "c3", "d256") or "window" in name
@@ -630,6 +697,21 @@ def test_fp8_whoever_is_ahead(turn: int) -> None:
              "page_size": (16, 64, 1, 8)[turn // 2], "tree_kv": ("logical", "fresh", "slots")[turn % 3]}  # fmt: skip
     case = cached(shape, turn)
     verdict = check_case(case, "triton", ("plain", "static")[turn // 4])
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize(("page_size", "cache", "kv_layout", "rows"), [
+    (5, "interleaved", "NHD", 0), (8, "flat", "NHD", 8), (16, "interleaved", "HND", 16), (16, "packed", "NHD", 16),
+    (24, "packed", "HND", 8), (64, "interleaved", "NHD", 64),
+])  # fmt: skip
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_pages(page_size: int, cache: str, kv_layout: str, rows: int, turn: int) -> None:
+    case = cached({"q_lens": [9, 3], "prefixes": [333, 150], "heads": (8, 2), "page_size": page_size, "cache": cache,
+                   "kv_layout": kv_layout, "index_dtype": (torch.int32, torch.int64)[turn % 2]}, turn)  # fmt: skip
+    assert box_rows_of(case) == rows
+    verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
 
 
