@@ -77,6 +77,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "negative-scale": {"q_lens": [17], "prefixes": [500], "heads": (8, 2), "page_size": 64, "sm_scale": -0.11},
     "negative-scale-c3": {"q_lens": [17], "prefixes": [500], "heads": (8, 1), "page_size": 64, "sm_scale": -0.11},
+    **{
+        f"{cache}-{page}-{layout}-{heads}": {
+            "q_lens": [17, 17], "prefixes": [777, 130], "heads": (4 * heads, heads), "page_size": page, "cache": cache,
+            "kv_layout": layout,
+        }
+        for cache, page, layout, heads in (
+            ("interleaved", 16, "NHD", 2), ("interleaved", 64, "HND", 2), ("packed", 24, "HND", 2),
+            ("flat", 16, "NHD", 2), ("strided", 16, "NHD", 1), ("strided", 16, "NHD", 2), ("unlike", 32, "HND", 1),
+        )
+    },
 }  # fmt: skip
 
 
