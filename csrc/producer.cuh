@@ -183,7 +183,7 @@ struct Producer {
   // Full tiles by tensor copies: a lane for each box of a half tile.
   __device__ __forceinline__ void full_boxes(const Cursor& at) {
     const u32 rows = p.page_rows, boxes = KEYS / rows, all = at.full_tiles * boxes;
-    const u32 k_panel = head_panel(at.kv_head, p.stride_k_head), v_panel = head_panel(at.kv_head, p.stride_v_head);
+    const i32 head = at.kv_head;
 #pragma unroll 1
     for (u32 first = 0; first < all; first += boxes) {
       if (seldom(first % 32 == 0 && first > 0)) find_boxes(at, first);
@@ -199,8 +199,8 @@ struct Producer {
         }
         __syncwarp();
         if (lane < boxes)
-          copy_panels(to + lane * rows * ROW_BYTES, half == 0 ? p.k_map : p.v_map, half == 0 ? k_panel : v_panel, within / 8,
-                      page, barrier);
+          copy_panels(to + lane * rows * ROW_BYTES, half == 0 ? p.k_map : p.v_map,
+                      head_panel(head, half == 0 ? p.stride_k_head : p.stride_v_head), within / 8, page, barrier);
       }
       place = place.next();
     }
