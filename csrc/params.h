@@ -12,8 +12,8 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 
-// A tensor map of the driver (CUtensorMap). A cache as [pages, eights of slots, panels of all KV heads, 8 slots, 128 bytes],
-// boxes of all panels of a head; of latent rows as [pages, kv heads, slots of a page, head_dim], boxes of 64 dims.
+// A tensor map of the driver (CUtensorMap): a cache as [pages, eights of slots, panels of all heads, 8 slots, panel],
+// boxes of all panels of a head; one of latent rows as [pages, kv heads, slots of a page, head_dim], boxes of 64 dims.
 struct alignas(64) TensorMap {
   u64 words[16];
 };

@@ -6,7 +6,7 @@
 // prefix and the tree, where a row that nobody sees must not be read. One lane finds out where a key is (page, or slot,
 // or row of the fresh tensors) and tells the lanes that copy its row.
 //
-// Where no tensor map can be made (pages of less than 8 slots or of an odd number, odd strides, KV heads that do not begin
+// Where no tensor map can be made (pages of less than 8 slots or of an odd number, odd strides, KV heads that are not
 // whole panels apart), all four warps copy the full tiles too.
 
 #pragma once
@@ -175,7 +175,7 @@ struct Producer {
       pages = index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table);
   }
 
-  // Number of the first panel of a KV head, counted from the first of head 0.
+  // Number of a KV head's first panel, counted from that of head 0.
   static __device__ __forceinline__ u32 head_panel(i32 kv_head, i64 stride) {
     return kv_head * static_cast<u32>(static_cast<u64>(stride) / (128 / NUMBER));
   }
@@ -231,8 +231,8 @@ struct Producer {
 #pragma unroll 1
     for (u32 begin = (warp - 1) * AT_ONCE; begin < TILE_ROWS; begin += 3 * AT_ONCE)
       copy_rows<HEAD_DIM, AT_ONCE>(
-          copy_place<HEAD_DIM>(shared_address(memory.q[begin / Memories::ROWS]), Memories::ROWS * 128, begin % Memories::ROWS,
-                               lane),
+          copy_place<HEAD_DIM>(shared_address(memory.q[begin / Memories::ROWS]), Memories::ROWS * 128,
+                               begin % Memories::ROWS, lane),
           q_row(p, at, begin + lane % AT_ONCE), lane);
     copy_async_arrive(shared_address(&memory.q_full));
   }

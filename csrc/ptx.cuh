@@ -202,12 +202,13 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, i32 dim, 
       : "memory");
 }
 
-// The same of all panels of the slots, side by side for each 8 of them: panels from number `panel` on, eights of slots from
-// number `group` on.
+// The same of a map whose boxes have all panels of their slots, side by side for each 8 slots: panels from number
+// `panel` on, eights of slots from number `group` on.
 __device__ __forceinline__ void copy_panels(u32 to, const TensorMap& map, i32 panel, i32 group, i32 page, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3, %4, %5}], "
-      "[%6];" ::"r"(to), "l"(&map), "r"(0), "r"(panel), "r"(group), "r"(page), "r"(barrier)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(to), "l"(&map), "r"(0), "r"(panel), "r"(group), "r"(page),
+      "r"(barrier)
       : "memory");
 }
 

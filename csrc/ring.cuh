@@ -4,8 +4,8 @@
 // has barriers of its own, so that the producer may refill K while V is still to be read.
 //
 // A panel is 128 bytes of each row in the 128-byte swizzle, in atoms of 8 rows: the 16-byte chunk c of row r is at
-// r % 8 * 128 + (c ^ r % 8) * 16 of atom r / 8. Of Q, atoms of a panel are side by side. Of a half tile, atoms of all panels
-// of the same 8 rows are, so that one box of a tensor map brings a page's rows of all: panel p of row r begins at
+// r % 8 * 128 + (c ^ r % 8) * 16 of atom r / 8. A panel of Q has its atoms side by side. A half tile has those of all
+// panels side by side, so that one box of a tensor map brings a page's rows of all: atom r / 8 of panel p is at
 // r / 8 * GROUP_BYTES + p * ATOM_BYTES. K is read from it with keys as columns of the product, V with keys summed over.
 
 #pragma once
@@ -27,8 +27,7 @@ constexpr u32 ATOM_BYTES = 1024;  // 8 rows of a panel, the period of the swizzl
 template <int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int CACHED_BYTES = 2, int CONSUMER_ROWS = 64>
 struct Shared {
   static constexpr int CACHED = CACHED_BYTES, NUMBER = CACHED_BYTES, ROWS = CONSUMER_ROWS;  // NUMBER: of the ring's
-  static constexpr u32 PANELS = HEAD_DIM * NUMBER / 128;      // of a half tile
-  static constexpr u32 GROUP_BYTES = PANELS * ATOM_BYTES;     // of 8 rows of it
+  static constexpr u32 GROUP_BYTES = HEAD_DIM * NUMBER / 128 * ATOM_BYTES;  // of 8 rows of a half tile
   static constexpr u32 HALF_BYTES = KEYS * HEAD_DIM * NUMBER;
   static constexpr u32 Q_BYTES = ROWS * HEAD_DIM * 2;  // of a consumer
 
@@ -90,8 +89,8 @@ __device__ __forceinline__ void sleep_now_and_then() {
 }
 
 // Copy ROWS rows of numbers of 16 bits to panels in the swizzle, of lane r the one at `address`. `to` is of this lane's
-// part of the first copy; the swizzle's bits of later ones are disjoint from its. STRIDE: from 8 rows of a panel to the next
-// 8. Bit 0 of an address: the row is 0.
+// part of the first copy; the swizzle's bits of later ones are disjoint from its. STRIDE: from 8 rows of a panel to the
+// next 8. Bit 0 of an address: the row is 0.
 template <int HEAD_DIM, int ROWS, u32 STRIDE = ATOM_BYTES>
 __device__ __forceinline__ void copy_rows(u32 to, u64 address, u32 lane) {
   constexpr u32 LANES = HEAD_DIM / 8, AT_ONCE = 32 / LANES;  // lanes of a row, 16 bytes each; rows of a copy
@@ -105,7 +104,7 @@ __device__ __forceinline__ void copy_rows(u32 to, u64 address, u32 lane) {
   }
 }
 
-// Where a lane's part of the first copy to rows from `row` on goes, a multiple of 8, in a tile whose panels begin `panel`
+// Where a lane's part of the first copy to rows from `row` on goes, a multiple of 8, in a tile whose panels are `panel`
 // bytes apart.
 template <int HEAD_DIM, u32 STRIDE = ATOM_BYTES>
 __device__ __forceinline__ u32 copy_place(u32 tile, u32 panel, u32 row, u32 lane) {

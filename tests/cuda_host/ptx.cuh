@@ -379,9 +379,9 @@ inline void copy_async_wait() {
   own.copied.erase(own.copied.begin(), own.copied.end() - PENDING);
   copies_come(count);
 }
-// The words of a map here: address, shape (5, innermost first), byte strides (4), box (5), and its rank and the bytes of a
-// number in one. Numbers of a box come one behind the other, its innermost axis first, 128 bytes long; what lies outside of
-// the shape is 0. The swizzle is of address bits.
+// The words of a map here: address, shape (5, innermost first), byte strides (4), box (5), and 256 times its rank plus
+// the bytes of a number. Numbers of a box come one behind the other, its innermost axis first, 128 bytes long; what lies
+// outside of the shape is 0. The swizzle is of address bits.
 template <int RANK>
 inline void copy_tensor(u32 to, const TensorMap& map, const i32 (&first)[RANK], u32 barrier) {
   const u64 *shape = map.words + 1, *strides = map.words + 6, *box = map.words + 10;
