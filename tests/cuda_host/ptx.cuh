@@ -380,7 +380,7 @@ inline void copy_async_wait() {
   copies_come(count);
 }
 // The words of a map here: address, shape (5, innermost first), byte strides (4), box (5), and 256 times its rank plus
-// the bytes of a number. Numbers of a box come one behind the other, its innermost axis first, 128 bytes long; what lies
+// the bytes of a number. A box comes number by number, its innermost axis first, 128 bytes long; what lies
 // outside of the shape is 0. The swizzle is of address bits.
 template <int RANK>
 inline void copy_tensor(u32 to, const TensorMap& map, const i32 (&first)[RANK], u32 barrier) {
