@@ -30,8 +30,8 @@ namespace treeattn {
 template <class T, class Format, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int STAGED, int Q_STEPS, int OPTIONS>
 struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS,
                                   Fp8WideShared<HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS>> {
-  using Base = Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS,
-                        Fp8WideShared<HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS>>;
+  using Memories = Fp8WideShared<HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS>;
+  using Base = Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS, Memories>;
   using typename Base::Memory;
   using Base::lane;
   using Base::memory;
@@ -42,7 +42,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   static constexpr u32 ROWS = KEYS / 4;           // of a warp, in each half of a tile
   static constexpr u32 ROW_BYTES = HEAD_DIM;      // in the cache
   static constexpr u32 HALF_BYTES = KEYS * ROW_BYTES, SLOT_BYTES = 2 * HALF_BYTES, OTHER_PIECE = 64;
-  static constexpr u32 PANEL_BYTES = KEYS * 128;  // of the ring
+  static constexpr u32 GROUP_BYTES = Memories::GROUP_BYTES;  // of 8 rows in the ring
   static constexpr i32 Q_LATEST = 2;  // tiles that are brought while consumers may still have the Q of the item before
   static_assert(ROW_BYTES == 128 && ROWS == 16, "a thread has two rows of two pieces");
   static_assert(Q_LATEST < STAGES, "that many tiles need no consumer of this item");
@@ -51,7 +51,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   u32 given = 0;  // bit s: the same of whether slot s has been given back, of all tiles
   u32 slot = 0;   // of the next tile of the cache
   u32 from;       // this thread's first piece in a slot; the other one of its row is at `from` ^ OTHER_PIECE
-  u32 to;         // where its first half goes in a stage, seen from the stage's begin; of the other piece `to` ^ PANEL_BYTES
+  u32 to;         // where its first half goes in a stage, seen from the stage's begin; of the other piece `to` ^ ATOM_BYTES
 
   __device__ __forceinline__ Fp8WideProducer(const AttentionParams& params, Memory& shared) : Base(params, shared) {}
 
@@ -59,7 +59,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
     this->find_thread();
     const u32 row = lane / 4, piece = first_piece();
     from = shared_address(memory.staged) + (warp * ROWS + row) * 128 + ((piece ^ row) << 4);
-    to = piece / 4 * PANEL_BYTES + (warp * ROWS + row) * 128 + ((piece % 4 * 2 ^ row) << 4);
+    to = warp * (ROWS / 8) * GROUP_BYTES + piece / 4 * ATOM_BYTES + row * 128 + ((piece % 4 * 2 ^ row) << 4);
   }
 
   static __device__ __forceinline__ u32 next_slot(u32 slot) { return slot == STAGED - 1 ? 0 : slot + 1; }
@@ -104,8 +104,9 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
     if (half < 2) {
       const u32 position = at.full_key + tile * KEYS + box * rows;
       const u32 within = position - page_of(p, position) * p.page_size;
-      copy_box(shared_address(memory.staged[slot]) + half * HALF_BYTES + box * rows * ROW_BYTES, half == 0 ? p.k_map : p.v_map, 0,
-               within, at.kv_head, page, barrier);
+      const u32 panel = this->head_panel(at.kv_head, half == 0 ? p.stride_k_head : p.stride_v_head);
+      copy_panels(shared_address(memory.staged[slot]) + half * HALF_BYTES + box * rows * ROW_BYTES, half == 0 ? p.k_map : p.v_map,
+                  panel, within / 8, page, barrier);
     }
     const u32 next = first + 4 * boxes;
     if (next / 32 != first / 32) this->find_boxes(at, next / 32 * 32);
@@ -147,7 +148,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   __device__ __forceinline__ void put(u32 stage, const u32 (&numbers)[4], u32 i) const {
     u32 made[8];
     widen_all<T, Format>(made, numbers);
-    const u32 first = stage + (to ^ i % 2 * PANEL_BYTES) + i / 2 * (8 * 128);
+    const u32 first = stage + (to ^ i % 2 * ATOM_BYTES) + i / 2 * GROUP_BYTES;
     store_widened(first, first ^ 16, made);
   }
 

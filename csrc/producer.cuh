@@ -177,7 +177,7 @@ struct Producer {
 
   // Number of a KV head's first panel, counted from that of head 0.
   static __device__ __forceinline__ u32 head_panel(i32 kv_head, i64 stride) {
-    return kv_head * static_cast<u32>(static_cast<u64>(stride) / (128 / NUMBER));
+    return kv_head * static_cast<u32>(static_cast<u64>(stride) / (128 / CACHED));
   }
 
   // Full tiles by tensor copies: a lane for each box of a half tile.
