@@ -199,7 +199,7 @@ struct MlaProducer {
 
   __device__ __forceinline__ void find() {
     if (lane == 0) {
-      cursor_find<MLA_KEYS, MLA_ROWS>(memory.walk, p);
+      cursor_find<MLA_KEYS>(memory.walk, p);
       if (NUMBER == 1 && memory.walk.tiles != 0) memory.walk.tiles = fp8_tiles<MLA_KEYS>(p, memory.walk).all;
     }
     __syncwarp();
@@ -227,7 +227,7 @@ struct MlaProducer {
   }
 
   __device__ __forceinline__ void advance() {
-    if (lane == 0) cursor_advance<MLA_ROWS>(memory.walk, p);
+    if (lane == 0) cursor_advance(memory.walk, p);
     find();
   }
 

@@ -306,7 +306,7 @@ struct Producer {
 
   // The walk's steps, of which it takes one behind each item.
   __device__ __forceinline__ void find_item() {
-    if (lane == 0) cursor_find<KEYS, TILE_ROWS>(memory.walk, p);
+    if (lane == 0) cursor_find<KEYS>(memory.walk, p);
     __syncwarp();
   }
 
@@ -314,7 +314,7 @@ struct Producer {
     if (lane == 0) {
       // a cut item is merged behind the last one, when the other blocks are about as far
       if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
-      cursor_advance<TILE_ROWS>(memory.walk, p);
+      cursor_advance(memory.walk, p);
     }
   }
 

@@ -14,7 +14,7 @@
 namespace treeattn {
 
 constexpr i32 EDGE_KEYS = 32;  // of an edge unit: one mask word a row
-constexpr i32 WORK_FIELDS = 16, SPAN_FIELDS = 4, SPAN_NODES = 3;
+constexpr i32 WORK_FIELDS = 16, TURN_FIELDS = 8, SPAN_FIELDS = 8, SPAN_NODES = 3;
 constexpr i32 PART_PREFIX = 1;
 
 __device__ __forceinline__ i32 least(i32 a, i32 b) { return a < b ? a : b; }
@@ -24,7 +24,7 @@ __device__ __forceinline__ i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; 
 // Where a block is on the line, and the item there, in shared memory.
 struct alignas(16) Cursor {
   // As the plan's record of the block; `unit` and `left` count splits in batch-invariant mode, `place` is on the line.
-  i32 request, kv_head, row_tile, unit, left, nodes, prefix, first_row, row_tiles, tile_rows, zero, lane, first, full, place;
+  i32 request, kv_head, row_tile, unit, left, nodes, prefix, first_row, row_tiles, tile_rows, turn, lane, first, full, place;
   i32 share;  // of each block, in units or splits
 
   // The part of the item that is this block's.
@@ -103,48 +103,45 @@ __device__ __forceinline__ Part part_of(const Cursor& at, i32 block) {
   return {first, last - first + 1, at.first_row, at.kv_head, at.row0, at.row_end - at.row0};
 }
 
-// Past the part at the cursor (or past a request without any): splits, row tiles of a KV head, KV heads, requests.
-template <int TILE_ROWS>
+// Past the part at the cursor: splits, row tiles of a KV head, KV heads, requests.
 __device__ __forceinline__ void cursor_advance(Cursor& at, const AttentionParams& p) {
-  if (at.nodes > 0) {
-    if (p.split > 0) {
-      at.left -= 1;
-      at.place += 1;
-    } else {
-      at.left -= at.end - at.unit;
-    }
-    if (p.split > 0 && at.end < at.units) {
-      at.unit += 1;
-      return;
-    }
-    at.unit = 0;
-    at.row_tile += 1;
-    // a block of a lane keeps to one row tile
-    if (at.row_tile == (at.lane < 0 ? at.row_tiles : at.lane + 1)) {
-      at.row_tile = most(at.lane, 0);
-      at.kv_head += 1;
-    }
+  if (p.split > 0) {
+    at.left -= 1;
+    at.place += 1;
+  } else {
+    at.left -= at.end - at.unit;
   }
-  if (at.kv_head == p.kv_heads || at.nodes == 0) {
+  if (p.split > 0 && at.end < at.units) {
+    at.unit += 1;
+    return;
+  }
+  at.unit = 0;
+  at.row_tile += 1;
+  // a block of a lane keeps to one row tile
+  if (at.row_tile == (at.lane < 0 ? at.row_tiles : at.lane + 1)) {
+    at.row_tile = most(at.lane, 0);
+    at.kv_head += 1;
+  }
+  if (at.kv_head == p.kv_heads) {
     at.kv_head = 0;
     if (at.left > 0) {
-      at.request += 1;
-      const i32* span = p.spans + static_cast<i64>(at.request) * SPAN_FIELDS;
-      at.prefix = span[0];
-      at.first = span[1];
-      at.full = span[2];
-      at.nodes = span[3];
-      at.first_row = p.qo_indptr[at.request];
-      at.row_tiles = most(ceil_div(at.nodes * p.group, TILE_ROWS), 1);
-      at.tile_rows = ceil_div(at.nodes * p.group, at.row_tiles);
+      const i32* turn = p.turns + static_cast<i64>(at.turn) * TURN_FIELDS;
+      at.request = turn[0];
+      at.nodes = turn[1];
+      at.prefix = turn[2];
+      at.first_row = turn[3];
+      at.row_tiles = turn[4];
+      at.tile_rows = turn[5];
+      at.first = turn[6];
+      at.full = turn[7];
+      at.turn += 1;
     }
   }
 }
 
-// To the first item at or behind the cursor; `tiles` is 0 behind the last.
-template <int KEYS, int TILE_ROWS>
+// To the item at the cursor; `tiles` is 0 behind the last.
+template <int KEYS>
 __device__ __forceinline__ void cursor_find(Cursor& at, const AttentionParams& p) {
-  while (at.left > 0 && at.nodes == 0) cursor_advance<TILE_ROWS>(at, p);
   if (at.left > 0)
     cursor_place<KEYS>(at, p);
   else

@@ -31,9 +31,8 @@ class PlanBuffers:
     """Device memory of a plan; see :mod:`treeattn.kernels.plan` for the meaning of each tensor."""
 
     work: Tensor
-    item_start: Tensor
+    turns: Tensor
     spans: Tensor
-    share: Tensor
     arrivals: Tensor
     partial_out: Tensor
     partial_lse: Tensor
@@ -46,9 +45,8 @@ class PlanBuffers:
         slots = 2 * num_programs if slots is None else slots
         return {
             "work": ((num_programs, 16), torch.int32),
-            "item_start": ((batch + 1,), torch.int32),
-            "spans": ((max(batch, 1), 4), torch.int32),
-            "share": ((4,), torch.int32),
+            "turns": ((max(batch, 1), 8), torch.int32),
+            "spans": ((max(batch, 1), 8), torch.int32),
             "arrivals": ((num_programs, 4), torch.int32),
             "partial_out": ((slots, block_m, head_dim), torch.float32),
             "partial_lse": ((slots, block_m), torch.float32),

@@ -56,7 +56,7 @@ class Layer:
         """The plan and the call once more, with nothing left of what the last ones wrote."""
         buffers = self.step.buffers
         assert buffers is not None
-        for tensor in (buffers.work, buffers.item_start, buffers.spans, buffers.share):
+        for tensor in (buffers.work, buffers.turns, buffers.spans):
             tensor.zero_()
         for tensor in (buffers.partial_out, buffers.partial_lse, self.out, self.lse):
             tensor.fill_(torch.nan)

@@ -38,14 +38,14 @@ static std::vector<int> numbers(int count) {
   return read;
 }
 
-template <int TILE_ROWS, int KEYS>
+template <int KEYS>
 static void walk(const AttentionParams& p, int programs) {
   for (int program = 0; program < programs; ++program) {
     Cursor at;
     for (int field = 0; field < PLANNED_FIELDS; ++field)
       reinterpret_cast<i32*>(&at)[field] = planned(p, program, field);
     for (;;) {
-      cursor_find<KEYS, TILE_ROWS>(at, p);
+      cursor_find<KEYS>(at, p);
       if (at.tiles == 0) break;
       const Part part = p.split > 0 ? Part{} : part_of(at, program);
       std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", program, at.request,
@@ -53,24 +53,21 @@ static void walk(const AttentionParams& p, int programs) {
                   at.tail_key, at.front_units, at.prefix_units, at.edge_begin, at.edge_end, at.tiles, at.whole,
                   at.first, at.full,
                   p.split > 0 ? at.place : 2 * program + (at.unit == 0), part.first_block, part.blocks);
-      cursor_advance<TILE_ROWS>(at, p);
+      cursor_advance(at, p);
     }
   }
 }
 
 int main() {
-  std::vector<int> head = numbers(10);
-  int programs = head[0], batch = head[1], rows = head[5], keys = head[6];
-  auto work = numbers(programs * WORK_FIELDS), spans = numbers(batch * SPAN_FIELDS), starts = numbers(batch + 1);
+  std::vector<int> head = numbers(9);
+  int programs = head[0], batch = head[1], keys = head[5];
+  auto work = numbers(programs * WORK_FIELDS), turns = numbers(batch * TURN_FIELDS);
   AttentionParams p = {};
-  p.work = work.data(), p.spans = spans.data(), p.qo_indptr = starts.data();
-  p.ranged = head[7], p.part = head[8], p.split = head[9];
+  p.work = work.data(), p.turns = turns.data();
+  p.ranged = head[6], p.part = head[7], p.split = head[8];
   p.group = head[2], p.kv_heads = head[3], p.total_q = head[4];
-  if (rows == 64 && keys == 64) walk<64, 64>(p, programs);
-  if (rows == 128 && keys == 64) walk<128, 64>(p, programs);
-  if (rows == 192 && keys == 64) walk<192, 64>(p, programs);
-  if (rows == 72 && keys == 64) walk<72, 64>(p, programs);
-  if (rows == 128 && keys == 128) walk<128, 128>(p, programs);
+  if (keys == 64) walk<64>(p, programs);
+  if (keys == 128) walk<128>(p, programs);
 }
 """
 
@@ -156,9 +153,9 @@ def test_every_key_of_every_row_once(
         layout, kv, group * kv_heads, kv_heads, 64, dtype=torch.float32, backend="triton", config=config, **options
     )
     assert step.buffers is not None
-    numbers = [step.num_programs, batch, group, kv_heads, starts[-1], tile_rows, keys]
+    numbers = [step.num_programs, batch, group, kv_heads, starts[-1], keys]
     numbers += [is_ranged(step), PARTS[step.part], split_of(step)]
-    numbers += step.buffers.work.flatten().tolist() + step.buffers.spans.flatten()[: 4 * batch].tolist() + starts
+    numbers += step.buffers.work.flatten().tolist() + step.buffers.turns.flatten().tolist()
     given = " ".join(str(int(number)) for number in numbers)
     walked = subprocess.run([program], input=given, capture_output=True, text=True, check=True)
     items = [dict(zip(FIELDS, map(int, line.split()), strict=True)) for line in walked.stdout.splitlines()]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import treeattn
 from treeattn import PagedKV, Step, TreeLayout
 from treeattn.kernels import plan as kernel
+from treeattn.kernels.launch import busy_of
 from treeattn.testing import build_case, check_case
 
 EDGE = kernel.BLOCK_E.value
@@ -21,8 +22,7 @@ KV_HEADS, DIM = 2, 16
 
 def made(prefixes: list[int], nodes: list[int], q_len: int, group: int, device: torch.device) -> Step:
     layout = TreeLayout.chain(torch.tensor(prefixes, device=device), q_len, torch.tensor(nodes, device=device))
-    table = torch.zeros(len(prefixes), max(prefixes) + q_len, dtype=torch.int32, device=device)
-    kv = PagedKV(page_size=1, block_table=table)
+    kv = PagedKV(page_size=2**26, block_table=torch.zeros(len(prefixes), 1, dtype=torch.int32, device=device))
     return treeattn.plan(layout, kv, group * KV_HEADS, KV_HEADS, DIM, dtype=torch.float32, backend="triton")
 
 
@@ -34,82 +34,148 @@ def shape(step: Step, prefix: int, nodes: int) -> tuple[int, int]:
     return -(-nodes * step.group // step.config.block_m), tiles if nodes else 0
 
 
-def walk(step: Step, prefixes: list[int], nodes: list[int]) -> Counter[tuple[int, int, int, int]]:
-    """How often each (request, KV head, row tile, KV tile) is computed, program by program as the kernel goes."""
+def record(step: Step, name: str) -> list[list[int]]:
     assert step.buffers is not None
-    done: Counter[tuple[int, int, int, int]] = Counter()
-    for work in step.buffers.work.tolist():
+    return getattr(step.buffers, name).tolist()
+
+
+def walk(step: Step, prefixes: list[int], nodes: list[int]) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
+    """Of each (request, KV head, row tile) the programs that have a part of it, with the part's first KV tile and the
+    one behind its last, program by program as the kernel goes."""
+    done: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    turns = record(step, "turns")
+    for program, work in enumerate(record(step, "work")):
         request, head, row_tile, tile, left = work[:5]
-        lane = work[kernel.WORK_LANE.value]
-        if left:
-            assert work[5:8] == [nodes[request], prefixes[request], int(step.layout.qo_indptr[request])]
+        turn, lane = work[kernel.WORK_TURN.value], work[kernel.WORK_LANE.value]
+        known = work[:1] + work[5:10] + [0, 0]
         while left:
             row_tiles, tiles = shape(step, prefixes[request], nodes[request])
-            if nodes[request]:
-                last = min(tiles, tile + left)
-                done.update((request, head, row_tile, t) for t in range(tile, last))
-                left -= last - tile
-                row_tile += 1
-                if row_tile == (row_tiles if lane < 0 else lane + 1):
-                    row_tile = max(lane, 0)
-                    head += 1
+            first_row = int(step.layout.qo_indptr[request])
+            rows = -(-nodes[request] * step.group // row_tiles)
+            assert known == [request, nodes[request], prefixes[request], first_row, row_tiles, rows, 0, 0]
+            last = min(tiles, tile + left)
+            done.setdefault((request, head, row_tile), []).append((program, tile, last))
+            left -= last - tile
             tile = 0
-            if head == KV_HEADS or not nodes[request]:
+            row_tile += 1
+            if row_tile == (row_tiles if lane < 0 else lane + 1):
+                row_tile = max(lane, 0)
+                head += 1
+            if head == KV_HEADS and left:
                 head = 0
-                request += 1
+                known = turns[turn]
+                request = known[0]
+                turn += 1
     return done
 
 
+def share_and_lanes(step: Step, prefixes: list[int], nodes: list[int]) -> tuple[int, bool]:
+    """The share without room for items, and whether there are lanes, by the plan's rule."""
+    assert step.config is not None
+    line: Counter[int] = Counter()
+    for prefix, count in zip(prefixes, nodes, strict=True):
+        row_tiles, tiles = shape(step, prefix, count)
+        line[row_tiles] += KV_HEADS * tiles
+    total, programs = sum(width * tiles for width, tiles in line.items()), step.num_programs
+    for idle in range(programs * (16 - busy_of(step)) // 16 + 1):
+        share = max(-(-total // (programs - idle)), step.config.min_share)
+        lanes = {width: -(-tiles // share) for width, tiles in line.items() if tiles}
+        if sum(width * count for width, count in lanes.items()) <= programs:
+            least = max((-(-line[width] // count) for width, count in lanes.items()), default=0)
+            return max(least, step.config.min_share), bool(lanes)
+    return max(-(-total // programs), step.config.min_share), False
+
+
+BATCHES = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 90), st.integers(0, 4000), st.integers(0, 2**25)),
+        st.one_of(st.integers(0, 40), st.sampled_from((0, 1, 40))),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
 @given(
-    batch=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=5),
+    batch=BATCHES,
     alike=st.booleans(),
     group=st.sampled_from((1, 2, 3, 4)),
+    programs=st.sampled_from((6, 40, 132)),
     aligned=st.booleans(),
 )
-@example(batch=[(50, 33), (7, 33)], alike=True, group=2, aligned=False)
-@example(batch=[(0, 0), (64, 40), (3, 0)], alike=False, group=4, aligned=False)
-@example(batch=[(900, 5)], alike=False, group=2, aligned=True)
-@example(batch=[(900, 33)], alike=True, group=2, aligned=True)
+@example(batch=[(50, 33), (7, 33)], alike=True, group=2, programs=6, aligned=False)
+@example(batch=[(0, 0), (64, 40), (3, 0)], alike=False, group=4, programs=6, aligned=False)
+@example(batch=[(900, 5)], alike=False, group=2, programs=6, aligned=True)
+@example(batch=[(900, 33)], alike=True, group=2, programs=6, aligned=True)
+@example(batch=[(0, 40), (2, 3), (1, 40), (0, 20)], alike=False, group=4, programs=132, aligned=False)
+@example(batch=[(900, 40), (0, 0), (500, 3), (700, 40), (100, 3)], alike=False, group=4, programs=132, aligned=False)
+@example(batch=[(2**25, 40), (2**24, 3), (2**25, 9)], alike=False, group=4, programs=132, aligned=False)
+@example(batch=[(0, 0), (5, 0)], alike=False, group=1, programs=40, aligned=True)
 def test_every_tile_belongs_to_one_program(
-    batch: list[tuple[int, int]], alike: bool, group: int, aligned: bool
+    batch: list[tuple[int, int]], alike: bool, group: int, programs: int, aligned: bool
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     prefixes = [prefix for prefix, _ in batch]
     nodes = [batch[0][1] if alike else count for _, count in batch]
-    with mock.patch("treeattn.kernels.launch.is_aligned", return_value=aligned):
+    with (
+        mock.patch("treeattn.kernels.launch.is_aligned", return_value=aligned),
+        mock.patch("treeattn.backends.INTERPRETER_PROGRAMS", programs),
+    ):
         step = made(prefixes, nodes, 40, group, device)
-    expected = Counter(
-        (request, head, row_tile, tile)
+    expected = {
+        (request, head, row_tile): shape(step, prefix, count)[1]
         for request, (prefix, count) in enumerate(zip(prefixes, nodes, strict=True))
         for head in range(KV_HEADS)
         for row_tile in range(shape(step, prefix, count)[0])
-        for tile in range(shape(step, prefix, count)[1])
-    )
-    assert walk(step, prefixes, nodes) == expected
-    if aligned:
-        items_begin_with_programs(step, prefixes, nodes)
+    }
+    done = walk(step, prefixes, nodes)
+    assert done.keys() == expected.keys()
+    share = record(step, "work")[0][kernel.WORK_SHARE.value]
+    for item, parts in done.items():
+        ends = [0] + [last for _, _, last in parts]
+        assert [first for _, first, _ in parts] == ends[:-1]
+        assert ends[-1] == expected[item]
+        place, row_step, head_step, of_span = record(step, "spans")[item[0]][4:]
+        begin = place + item[1] * head_step + item[2] * row_step
+        assert of_span == share
+        assert [program for program, _, _ in parts] == list(
+            range(begin // share, (begin + expected[item] - 1) // share + 1)
+        )
+    lanes_go_side_by_side(step, prefixes, nodes, aligned)
 
 
-def items_begin_with_programs(step: Step, prefixes: list[int], nodes: list[int]) -> None:
-    """Or there is no share up to ALIGN_SLACK tiles larger that lets them."""
-    assert step.buffers is not None
-    assert step.config is not None
-    share, lane_programs, lanes, aligned = step.buffers.share.tolist()
+def lanes_go_side_by_side(step: Step, prefixes: list[int], nodes: list[int], aligned: bool) -> None:
+    """Programs of a class are those of its first lane, then the same for each further row tile; and the share is as small
+    as lanes let it be, or as room for every item does."""
+    balanced, lanes = share_and_lanes(step, prefixes, nodes)
+    works = record(step, "work")
+    share = works[0][kernel.WORK_SHARE.value]
     shapes = [shape(step, prefix, count) for prefix, count in zip(prefixes, nodes, strict=True)]
-    items = [(KV_HEADS * (min(rows, 1) if lanes > 1 else rows), tiles) for rows, tiles in shapes]
-    balanced = max(-(-sum(count * tiles for count, tiles in items) // lane_programs), step.config.min_share)
-
-    def fits(share: int) -> bool:
-        return sum(count * -(-tiles // share) for count, tiles in items) <= lane_programs
-
-    allowed = [share for share in range(balanced, balanced + kernel.ALIGN_SLACK.value + 1) if fits(share)]
-    assert bool(aligned) == bool(allowed)
+    allowed = []
+    if aligned:
+        for larger in range(balanced, balanced + kernel.ALIGN_SLACK.value + 1):
+            if sum(KV_HEADS * rows * -(-tiles // larger) for rows, tiles in shapes) <= step.num_programs:
+                allowed.append(larger)
     assert share == (allowed[0] if allowed else balanced)
-    for work in step.buffers.work.tolist():
-        request, tile, left = work[0], work[3], work[4]
-        if aligned and left:
+    classes: dict[int, list[list[int]]] = {}
+    for work in works:
+        request, tile, left, row_tiles = work[0], work[3], work[4], work[kernel.WORK_ROW_TILES.value]
+        if not left:
+            continue
+        assert (work[kernel.WORK_LANE.value] >= 0) == lanes
+        if allowed:
             assert tile % share == 0
             assert left == min(shapes[request][1] - tile, share)
+        classes.setdefault(row_tiles, []).append(work)
+    for row_tiles, of_class in classes.items():
+        if lanes:
+            of_lane = len(of_class) // row_tiles
+            for lane in range(row_tiles):
+                here = of_class[lane * of_lane : (lane + 1) * of_lane]
+                assert len(here) == of_lane
+                for work, first in zip(here, of_class, strict=False):
+                    assert work[2] == work[kernel.WORK_LANE.value] == lane
+                    assert (work[:2], work[3:11]) == (first[:2], first[3:11])
 
 
 @pytest.mark.parametrize(("prefixes", "nodes"), [([900], 5), ([260, 5, 330], 9), ([400, 300], 40)])
@@ -122,31 +188,54 @@ def test_attention_over_items_with_room_is_right(prefixes: list[int], nodes: int
             assert verdict.ok, verdict.message
 
 
-@pytest.mark.parametrize(("nodes", "lanes"), [([16, 16], 1), ([20, 32], 2), ([33, 16], 1), ([0, 32], 2)])
-def test_lanes_where_row_tiles_are_alike(nodes: list[int], lanes: int, device: torch.device) -> None:
-    """Tiles of 32 rows in the interpreter: 16 nodes of group 2 make one, 20 and 32 two."""
+def lanes_of(step: Step) -> list[int]:
+    """The lane of each program, -1 where there is one line for all; programs without work left out."""
+    return [work[kernel.WORK_LANE.value] for work in record(step, "work") if work[kernel.WORK_LEFT.value]]
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "nodes", "lanes"),
+    [
+        ([20, 70], [16, 16], [0] * 6),
+        ([20, 70], [20, 32], [0] * 3 + [1] * 3),
+        ([20, 70], [0, 32], [0] * 3 + [1] * 3),
+        ([64, 64], [32, 16], [0, 0, 1, 1, 0, 0]),
+        ([64, 0, 64], [16, 0, 32], [0, 0, 1, 1, 0, 0]),
+        ([64, 64, 64], [16, 16, 32], [-1] * 6),
+    ],
+)
+def test_lanes_of_six_programs(prefixes: list[int], nodes: list[int], lanes: list[int], device: torch.device) -> None:
+    """Tiles of 32 rows in the interpreter: 16 nodes of group 2 make one, 20 and 32 two. No program may be idle."""
     if device.type == "cuda":
         pytest.skip("tiles of the interpreter's configuration")
-    step = made([20, 70], nodes, 40, 2, device)
-    assert step.buffers is not None
+    step = made(prefixes, nodes, 40, 2, device)
     assert step.config is not None
     assert step.config.block_m == 32
-    assert step.buffers.share.tolist()[1:3] == [step.num_programs // lanes, lanes]
+    assert lanes_of(step) == lanes
 
 
-@pytest.mark.parametrize("nodes", [[32, 20], [40, 17], [0, 32]])
-def test_attention_over_lanes_is_right(nodes: list[int], device: torch.device) -> None:
-    prefixes, q_len, group = [20, 70], 40, 2
+@pytest.mark.parametrize("programs", [6, 12, 31])
+@pytest.mark.parametrize("nodes", [[32, 20], [40, 17], [0, 32], [40, 16, 0, 25, 7], [3, 40, 20, 40, 3]])
+def test_attention_over_lanes_is_right(nodes: list[int], programs: int, device: torch.device) -> None:
+    """With 31 programs the merge goes by items where there are few of them, with 6 always by boundaries."""
+    batch, q_len, group = len(nodes), 40, 2
+    prefixes = [20, 70, 33, 131, 0][:batch]
+    layout = TreeLayout.chain(torch.tensor(prefixes, device=device), q_len, torch.tensor(nodes, device=device))
     generator = torch.Generator(device).manual_seed(1)
-    step = made(prefixes, nodes, q_len, group, device)
-    table = torch.randperm(2 * 110, generator=torch.Generator().manual_seed(2)).view(2, 110).to(device, torch.int32)
-    kv = PagedKV(page_size=1, block_table=table)
-    q = torch.randn(2 * q_len, group * KV_HEADS, DIM, device=device, generator=generator)
-    k, v = (torch.randn(220, KV_HEADS, DIM, device=device, generator=generator) for _ in range(2))
+    table = torch.randperm(batch * 171, generator=torch.Generator().manual_seed(2)).view(batch, 171)
+    kv = PagedKV(page_size=1, block_table=table.to(device, torch.int32))
+    q = torch.randn(batch * q_len, group * KV_HEADS, DIM, device=device, generator=generator)
+    k, v = (torch.randn(batch * 171, KV_HEADS, DIM, device=device, generator=generator) for _ in range(2))
     outs = []
     for backend in ("triton", "reference"):
-        one = treeattn.plan(step.layout, kv, group * KV_HEADS, KV_HEADS, DIM, dtype=torch.float32, backend=backend)
-        lse = torch.full((2 * q_len, group * KV_HEADS), torch.nan, device=device)
+        with (
+            mock.patch("treeattn.backends.INTERPRETER_PROGRAMS", programs),
+            mock.patch("treeattn.kernels.launch.busy_of", return_value=1),
+        ):
+            one = treeattn.plan(layout, kv, group * KV_HEADS, KV_HEADS, DIM, dtype=torch.float32, backend=backend)
+        if backend == "triton" and device.type == "cpu" and programs > 6:
+            assert -1 not in lanes_of(one)
+        lse = torch.full((batch * q_len, group * KV_HEADS), torch.nan, device=device)
         out = torch.full_like(q, torch.nan)
         outs.append((treeattn.tree_attention(q, k, v, one, out=out, lse=lse), lse))
     assert torch.allclose(outs[0][0], outs[1][0], atol=1e-5)

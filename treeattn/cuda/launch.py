@@ -146,6 +146,7 @@ def params_of(
         partial_out=buffers.partial_out.data_ptr(),
         partial_lse=buffers.partial_lse.data_ptr(),
         work=buffers.work.data_ptr(),
+        turns=buffers.turns.data_ptr(),
         spans=buffers.spans.data_ptr(),
         arrivals=buffers.arrivals.data_ptr(),
         row_request=layout.row_request.data_ptr(),

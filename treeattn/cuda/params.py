@@ -6,8 +6,8 @@ import ctypes
 
 POINTERS = (
     "q", "k", "v", "k_tree", "v_tree", "out", "lse", "sinks", "k_scales", "v_scales", "partial_out", "partial_lse",
-    "work", "spans", "arrivals", "row_request", "qo_indptr", "mask_words", "kv_indptr", "table", "tree_slots",
-    "prefix_lens", "positions",
+    "work", "turns", "spans", "arrivals", "row_request", "qo_indptr", "mask_words", "kv_indptr", "table",
+    "tree_slots", "prefix_lens", "positions",
 )  # fmt: skip
 STRIDES = (
     "table_request", "q_row", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head", "k_tree_row",

@@ -16,11 +16,15 @@ import triton.language as tl
 
 from .plan import (
     BLOCK_E,
-    SPAN_FIELDS,
-    SPAN_FIRST,
-    SPAN_FULL,
-    SPAN_NODES,
-    SPAN_PREFIX,
+    TURN_FIELDS,
+    TURN_FIRST,
+    TURN_FIRST_ROW,
+    TURN_FULL,
+    TURN_NODES,
+    TURN_PREFIX,
+    TURN_REQUEST,
+    TURN_ROW_TILES,
+    TURN_TILE_ROWS,
     WORK_FIELDS,
     WORK_FIRST,
     WORK_FIRST_ROW,
@@ -36,7 +40,7 @@ from .plan import (
     WORK_ROW_TILES,
     WORK_TILE,
     WORK_TILE_ROWS,
-    WORK_ZERO,
+    WORK_TURN,
     kv_tiles,
 )
 from .tiles import (
@@ -83,7 +87,7 @@ def attention_kernel(
     partial_out_ptr,  # float32 [2 * num_programs, BLOCK_M, head_dim_v]
     partial_lse_ptr,  # float32 [2 * num_programs, BLOCK_M], base 2
     work_ptr,  # the plan
-    spans_ptr,
+    turns_ptr,
     prefix_lens_ptr,  # int32 [batch], read if WINDOW
     positions_ptr,  # int64 [total_q], read if WINDOW
     qo_indptr_ptr,
@@ -180,7 +184,8 @@ def attention_kernel(
     row_tiles = tl.load(work + WORK_ROW_TILES)
     tile_rows = tl.load(work + WORK_TILE_ROWS)  # rows are dealt evenly, so that no tile is nearly empty
     lane = tl.load(work + WORK_LANE)
-    zero = tl.load(work + WORK_ZERO)
+    zero = row_tiles >> 31  # which the compiler cannot know
+    turn = tl.load(work + WORK_TURN)
     place = tl.load(work + WORK_PLACE)
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
@@ -359,13 +364,14 @@ def attention_kernel(
         if (kv_head == KV_HEADS) | (nodes == 0):
             kv_head = 0
             if left > 0:
-                request += 1
-                span = spans_ptr + request * SPAN_FIELDS
-                nodes = tl.load(span + SPAN_NODES)
-                prefix = tl.load(span + SPAN_PREFIX)
+                record = turns_ptr + turn * TURN_FIELDS
+                request = tl.load(record + TURN_REQUEST)
+                nodes = tl.load(record + TURN_NODES)
+                prefix = tl.load(record + TURN_PREFIX)
                 if RANGED:
-                    first = tl.load(span + SPAN_FIRST)
-                    full = tl.load(span + SPAN_FULL)
-                first_row = tl.load(qo_indptr_ptr + request)
-                row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, BLOCK_M), 1)
-                tile_rows = tl.cdiv(nodes * GROUP, row_tiles)
+                    first = tl.load(record + TURN_FIRST)
+                    full = tl.load(record + TURN_FULL)
+                first_row = tl.load(record + TURN_FIRST_ROW)
+                row_tiles = tl.load(record + TURN_ROW_TILES)
+                tile_rows = tl.load(record + TURN_TILE_ROWS)
+                turn += 1

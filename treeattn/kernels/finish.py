@@ -11,8 +11,12 @@ from .plan import (
     SPAN_FIELDS,
     SPAN_FIRST,
     SPAN_FULL,
+    SPAN_HEAD_STEP,
     SPAN_NODES,
+    SPAN_PLACE,
     SPAN_PREFIX,
+    SPAN_ROW_STEP,
+    SPAN_SHARE,
     WORK_FIELDS,
     WORK_FIRST,
     WORK_FIRST_ROW,
@@ -23,6 +27,7 @@ from .plan import (
     WORK_PREFIX,
     WORK_ROW_TILE,
     WORK_ROW_TILES,
+    WORK_SHARE,
     WORK_TILE,
     kv_tiles,
 )
@@ -84,9 +89,7 @@ def finish_kernel(
     partial_out_ptr,  # float32 [2 * num_programs, BLOCK_M, head_dim_v]
     partial_lse_ptr,  # float32 [2 * num_programs, BLOCK_M], base 2
     work_ptr,  # the plan
-    item_start_ptr,
     spans_ptr,
-    share_ptr,
     qo_indptr_ptr,
     row_request_ptr,  # int32 [total_q]
     total_q,
@@ -115,7 +118,6 @@ def finish_kernel(
     CHUNK_DIMS: tl.constexpr,
     CHUNK_PARTS: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,  # items may hold more of the line than they have tiles
     FRAGMENTS: tl.constexpr,  # partial_out is in the order in which csrc's kernel holds it
     WIDE: tl.constexpr,
     PDL: tl.constexpr,  # launched before attention_kernel has ended
@@ -139,14 +141,10 @@ def finish_kernel(
         return
 
     index = program // programs
-    share = tl.load(share_ptr)
-    lane_programs = tl.load(share_ptr + 1)
-    lanes = tl.load(share_ptr + 2)
     work = work_ptr + (index + 1) * WORK_FIELDS
     if BY_ITEM:
         request = index // items_a_request
         item = index % items_a_request
-        start = tl.load(item_start_ptr + request)
         span = spans_ptr + request * SPAN_FIELDS
         nodes = tl.load(span + SPAN_NODES)
         prefix = tl.load(span + SPAN_PREFIX)
@@ -156,12 +154,18 @@ def finish_kernel(
         row_tiles = tl.maximum(tl.cdiv(nodes * GROUP, BLOCK_M), 1)
         kv_head = item // row_tiles
         row_tile = item % row_tiles
+        start = tl.load(span + SPAN_PLACE)
+        start += row_tile * tl.load(span + SPAN_ROW_STEP) + kv_head * tl.load(span + SPAN_HEAD_STEP)
+        share = tl.load(span + SPAN_SHARE)
+        mine = (kv_head < KV_HEADS) & (nodes > 0)
     else:
         kv_head = tl.load(work + WORK_KV_HEAD)
         row_tile = tl.load(work + WORK_ROW_TILE)
-        lane = (index + 1) // lane_programs
-        place = (index + 1 - lane * lane_programs) * share
-        start = place - tl.load(work + WORK_TILE)
+        share = tl.load(work + WORK_SHARE)
+        tile = tl.load(work + WORK_TILE)
+        start = (index + 1) * share - tile
+        # the first boundary inside an item is the one that merges it
+        mine = (tile > 0) & (tile <= share) & (tl.load(work + WORK_LEFT) > 0)
         nodes = tl.load(work + WORK_NODES)
         prefix = tl.load(work + WORK_PREFIX)
         begin = prefix * 0
@@ -175,22 +179,12 @@ def finish_kernel(
     item_tiles = full_tiles + front_tiles + tail_tiles + tree_tiles
     if SPLIT > 0:
         item_tiles = tl.cdiv(item_tiles, SPLIT)
-    if BY_ITEM:
-        lane = tl.where(lanes > 1, row_tile, 0)
-        held = item_tiles
-        if ALIGNED:
-            held = tl.where(tl.load(share_ptr + 3) > 0, tl.cdiv(item_tiles, share) * share, item_tiles)
-        start += tl.where(lanes > 1, kv_head, item) * held
-        mine = (kv_head < KV_HEADS) & (nodes > 0)
-    else:
-        # the first boundary inside an item is the one that merges it
-        mine = (tl.load(work + WORK_TILE) > 0) & (start >= place - share) & (tl.load(work + WORK_LEFT) > 0)
     if SPLIT > 0:
         first = start
         last = start + item_tiles - 1
     else:
-        first = lane * lane_programs + start // share
-        last = lane * lane_programs + (start + item_tiles - 1) // share
+        first = start // share
+        last = (start + item_tiles - 1) // share
     # every program waits, also those with nothing to do: what follows in the stream must find attention done
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -29,6 +29,7 @@ from .plan import plan_kernel
 
 PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan places
 PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of four warps; a wider batch takes sixteen
+MAX_CLASSES = 16  # numbers of row tiles, in one batch, that have lanes
 ZERO_ROWS = 8  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 INVARIANT_ROWS, INVARIANT_PARTS = 2, 8  # rows and parts of a merge in batch-invariant mode
@@ -167,6 +168,7 @@ def plan_launch(step: Step) -> Launch:
     csr = kv.kv_indptr is not None
     block_b = max(16, next_power_of_2(layout.batch))
     block_p = max(1, min(PLAN_BLOCK, PLAN_ELEMENTS // block_b))
+    row_tiles = triton.cdiv(layout.max_q_len * step.group, config.block_m)  # of a request, at most
     warps = 4 if block_p == PLAN_BLOCK else 16
     arguments = {
         "prefix_lens_ptr": layout.prefix_lens,
@@ -177,9 +179,8 @@ def plan_launch(step: Step) -> Launch:
         "positions_ptr": layout.positions,
         "status_ptr": layout.status,
         "work_ptr": buffers.work,
-        "item_start_ptr": buffers.item_start,
+        "turns_ptr": buffers.turns,
         "spans_ptr": buffers.spans,
-        "share_ptr": buffers.share,
         "arrivals_ptr": buffers.arrivals,
         "batch": layout.batch,
         "max_pages": kv.width,
@@ -202,6 +203,7 @@ def plan_launch(step: Step) -> Launch:
         "SPLIT": split_of(step),
         "ALIGNED": is_aligned(step),
         "BUSY": busy_of(step),
+        "CLASSES": max(1, min(MAX_CLASSES, next_power_of_2(row_tiles), PLAN_ELEMENTS // block_b)),
         "BLOCK_B": block_b,
         "BLOCK_P": block_p,
         "COLUMNS": max(1, min(16, POSITIONS // block_b)),
@@ -273,7 +275,6 @@ class LayerLaunch:
             "partial_out_ptr": step.buffers.partial_out,
             "partial_lse_ptr": step.buffers.partial_lse,
             "work_ptr": step.buffers.work,
-            "spans_ptr": step.buffers.spans,
             "qo_indptr_ptr": step.layout.qo_indptr,
         }
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
@@ -365,6 +366,7 @@ def _attention_arguments(
     rest = step.head_dim - step.head_dim_v if step.shared_kv else 0
     names = ("k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
     return {
+        "turns_ptr": step.buffers.turns,
         **{f"stride_{name}": stride for name, stride in zip(names, cache_strides, strict=True)},
         "mask_words_ptr": step.words32,
         "num_words": 2 * layout.num_words,
@@ -417,8 +419,7 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
     dims = min(padded(step.head_dim_v), MERGE_DIMS)
     parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (dims * chunk_rows), 1))
     arguments = {
-        "item_start_ptr": step.buffers.item_start,
-        "share_ptr": step.buffers.share,
+        "spans_ptr": step.buffers.spans,
         "row_request_ptr": layout.row_request,
         "num_qo_heads": step.num_qo_heads,
         "num_merges": merges,
@@ -431,7 +432,6 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
         "CHUNK_DIMS": dims,
         "CHUNK_PARTS": parts,
         "ZERO_ROWS": ZERO_ROWS,
-        "ALIGNED": is_aligned(step),
         "FRAGMENTS": step.backend == "cuda",
     }
     programs = chunks * (padded(step.head_dim_v) // dims)

@@ -4,36 +4,44 @@ Work is counted in *tiles*: one row tile of packed query rows against one KV til
 ``cdiv(n * group, tile_rows)`` row tiles for each KV head, and each of these (an *item*) walks
 ``prefix_len // BLOCK_N`` full tiles and ``cdiv(prefix_len % BLOCK_N, 32) + cdiv(n, 32)`` edge tiles (no tile straddles
 the end of the prefix; a narrow masked tile costs about as much as a full one that is pipelined). With a window the
-tiles begin where some row begins to see, and are edge tiles up to where every row sees; see :func:`kv_tiles`. Items lie
-side by side on one line (request, then KV head, then row tile) and program ``p`` gets the stretch
-``[p * share, (p + 1) * share)``: a ragged batch is balanced to within one tile, and an item is cut only where two
-programs meet. At most ``num_programs - 1`` items are cut, into at most ``2 * num_programs`` partials.
+tiles begin where some row begins to see, and are edge tiles up to where every row sees; see :func:`kv_tiles`.
 
-Where every request has the same number of row tiles, each row tile has a line of its own (a *lane*) and an equal part
-of the programs. Programs of the same place in their lanes then walk the same keys at the same time, and what one of
-them brings from memory the others find in L2.
+Items lie side by side on a line and each program gets ``share`` tiles of it: a ragged batch is balanced to within one
+tile, and an item is cut only where two programs meet. At most ``num_programs - 1`` items are cut, into at most
+``2 * num_programs`` partials.
+
+Requests of the same number of row tiles are a *class*. Each row tile of a class has a line of its own (a *lane*: request,
+then KV head), and lanes of a class have equally many programs, side by side. Programs of the same place in their lanes
+then walk the same keys at the same time, and what one of them brings from memory the others find in L2. A lane has whole
+programs and the share is one for all, so a few may have nothing to do: it is the least share with which all lanes find
+programs. Where that would leave too many idle (BUSY), or row tiles differ by CLASSES or more, there is one line for all
+(request, then KV head, then row tile).
+
+A place is counted in tiles from the first program's first: program ``p`` is at ``p * share``, and each lane begins with a
+program.
 
 Where a few items are long (ALIGNED), all wait for the program that holds the end of one and the beginning of the next:
 the second starts anew, with a query tile, page ids and a first tile to wait for. If a share of at most ALIGN_SLACK
 tiles more lets every item begin with a program of its own, items have so much room on the line.
 
-In batch-invariant mode the line is one of *splits*: a fixed number of tiles of one item, counted from its first. None
+In batch-invariant mode there is one line, of *splits*: a fixed number of tiles of one item, counted from its first. None
 is cut, and each has a partial of its own, so that a row's sums do not depend on what else there is.
 
 Outputs (int32):
 
 ``work [num_programs, 16]``
     What a program needs to start after one load, fields in the order of ``WORK_*``: the request, KV head, row tile and
-    KV tile where its stretch begins, its length in tiles, then of that request its span, first row, row tiles and rows
-    of a row tile; where it is on the line, and the share.
-``item_start [batch + 1]``
-    Line position (in tiles) at which each request begins; the length of the line last.
-``spans [batch, 4]``
-    Of each request, counted in tokens from the first one that its pages hold: the prefix, where some row begins to see
-    it, from where every row sees it (a multiple of BLOCK_N, or the prefix); then the nodes to compute: ``num_nodes``,
-    or 0 where there is no key, or the request's addresses cannot hold what the layout claims.
-``share [4]``
-    Tiles a program, programs a lane, lanes, whether items begin with programs of their own.
+    KV tile where its stretch begins, its length in tiles, then of that request its nodes, prefix, first row, row tiles
+    and rows of a row tile; the turn behind it, its lane, where it is seen from, its place, and the share.
+``turns [batch, 8]``
+    What a program needs of the request that it goes on to, fields in the order of ``TURN_*``: requests that have work,
+    class by class, the widest first, or all in their order where there is one line.
+``spans [batch, 8]``
+    Of each request, fields in the order of ``SPAN_*``. Counted in tokens from the first one that its pages hold: the
+    prefix, where some row begins to see it, from where every row sees it (a multiple of BLOCK_N, or the prefix). Then the
+    nodes to compute: ``num_nodes``, or 0 where there is no key, or the request's addresses cannot hold what the layout
+    claims. Then the place of its first item, how far it is from there to the next row tile and to the next KV head, and
+    the share.
 ``arrivals [num_programs, 4]``
     0: words by which blocks of csrc's kernel find out who is last.
 """
@@ -56,18 +64,33 @@ WORK_PREFIX = tl.constexpr(6)
 WORK_FIRST_ROW = tl.constexpr(7)
 WORK_ROW_TILES = tl.constexpr(8)
 WORK_TILE_ROWS = tl.constexpr(9)
-WORK_ZERO = tl.constexpr(10)  # always 0: see attention_kernel
+WORK_TURN = tl.constexpr(10)  # of the request that comes next
 WORK_LANE = tl.constexpr(11)  # the row tile that this program keeps to; -1 where there is one line for all
 WORK_FIRST = tl.constexpr(12)
 WORK_FULL = tl.constexpr(13)
-WORK_PLACE = tl.constexpr(14)  # on the line
+WORK_PLACE = tl.constexpr(14)  # read in batch-invariant mode
 WORK_SHARE = tl.constexpr(15)  # of every program, in tiles
 ARRIVAL_FIELDS = tl.constexpr(4)
-SPAN_FIELDS = tl.constexpr(4)
+TURN_FIELDS = tl.constexpr(8)
+TURN_REQUEST = tl.constexpr(0)
+TURN_NODES = tl.constexpr(1)
+TURN_PREFIX = tl.constexpr(2)
+TURN_FIRST_ROW = tl.constexpr(3)
+TURN_ROW_TILES = tl.constexpr(4)
+TURN_TILE_ROWS = tl.constexpr(5)
+TURN_FIRST = tl.constexpr(6)
+TURN_FULL = tl.constexpr(7)
+SPAN_FIELDS = tl.constexpr(8)
 SPAN_PREFIX = tl.constexpr(0)
 SPAN_FIRST = tl.constexpr(1)
 SPAN_FULL = tl.constexpr(2)
 SPAN_NODES = tl.constexpr(3)
+SPAN_PLACE = tl.constexpr(4)
+SPAN_ROW_STEP = tl.constexpr(5)
+SPAN_HEAD_STEP = tl.constexpr(6)
+SPAN_SHARE = tl.constexpr(7)
+MAX_TILES = tl.constexpr(0x3FFFFFFF)  # places are int32, and idle programs have some too
+MAX_IDLE = tl.constexpr(63)  # programs that lanes may leave idle, whatever BUSY says
 ALIGN_SLACK = tl.constexpr(3)  # tiles; an item that begins inside a program costs about three
 PART_PREFIX = tl.constexpr(1)
 PART_TREE = tl.constexpr(2)
@@ -100,9 +123,8 @@ def kv_tiles(prefix, first, full, nodes, BLOCK_N: tl.constexpr, RANGED: tl.const
 
 
 @triton.jit
-def position_range(positions_ptr, qo_indptr_ptr, b, in_batch, nodes, prefix, COLUMNS: tl.constexpr):
+def position_range(positions_ptr, first_row, nodes, prefix, COLUMNS: tl.constexpr):
     """Least and greatest position of each request's nodes, counted from prefix_len."""
-    first_row = tl.load(qo_indptr_ptr + b, mask=in_batch, other=0).to(tl.int64)
     low = nodes * 0 + 0x3FFFFFFF
     high = nodes * 0 - 0x3FFFFFFF
     for begin in range(0, tl.max(nodes, 0), COLUMNS):
@@ -115,6 +137,24 @@ def position_range(positions_ptr, qo_indptr_ptr, b, in_batch, nodes, prefix, COL
     return low, high
 
 
+@triton.jit
+def share_of_lanes(lane_tiles, width, total, num_programs, min_share, BUSY: tl.constexpr):
+    """The least share with which the lanes of all classes find programs, or 0.
+
+    Tried are the shares at which all but so many programs would be busy, if the work could be dealt in any portions.
+    """
+    idle = tl.arange(0, MAX_IDLE + 1)
+    busy = num_programs - idle
+    shares = tl.maximum(tl.cdiv(total, tl.maximum(busy, 1)), min_share)
+    programs = tl.sum(tl.cdiv(lane_tiles[None, :], shares[:, None]) * width[None, :], 1)
+    # all work is in a class
+    fits = (programs <= num_programs) & (tl.sum(lane_tiles * width, 0) == total)
+    share = tl.min(tl.where(fits & (busy * 16 >= num_programs * BUSY), shares, MAX_TILES), 0)
+    # with as many programs a lane, none needs more than this
+    even = tl.max(tl.cdiv(lane_tiles, tl.maximum(tl.cdiv(lane_tiles, share), 1)), 0)
+    return tl.where(share < MAX_TILES, tl.maximum(even, min_share), 0)
+
+
 @triton.jit(do_not_specialize=["batch", "max_pages", "num_programs", "min_share", "window_left"])
 def plan_kernel(
     prefix_lens_ptr,  # int32 [batch]
@@ -125,9 +165,8 @@ def plan_kernel(
     positions_ptr,  # int64 [total_q], read if WINDOW
     status_ptr,  # int32 [4]
     work_ptr,  # int32 [num_programs, 16]
-    item_start_ptr,  # int32 [batch + 1]
-    spans_ptr,  # int32 [batch, 4]
-    share_ptr,  # int32 [4]
+    turns_ptr,  # int32 [batch, 8]
+    spans_ptr,  # int32 [batch, 8]
     arrivals_ptr,  # int32 [num_programs, 4]
     batch,
     max_pages,  # width of the block table; with CSR, the length of kv_indices
@@ -150,6 +189,7 @@ def plan_kernel(
     SPLIT: tl.constexpr,  # tiles of a split in batch-invariant mode, else 0
     ALIGNED: tl.constexpr,  # let items begin with programs of their own, where that is cheap
     BUSY: tl.constexpr,  # sixteenths of the programs that lanes must keep busy
+    CLASSES: tl.constexpr,  # numbers of row tiles that lanes are made for, the most of the batch and below
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
     COLUMNS: tl.constexpr,  # rows of each request that are looked at together for their positions
@@ -158,6 +198,7 @@ def plan_kernel(
     in_batch = b < batch
     prefix = tl.load(prefix_lens_ptr + b, mask=in_batch, other=0)
     nodes = tl.load(num_nodes_ptr + b, mask=in_batch, other=0)
+    first_row = tl.load(qo_indptr_ptr + b, mask=in_batch, other=0)
     if CSR:
         first_page = tl.load(kv_indptr_ptr + b, mask=in_batch, other=0).to(tl.int64)
         last_page = tl.load(kv_indptr_ptr + b + 1, mask=in_batch, other=0).to(tl.int64)
@@ -180,7 +221,7 @@ def plan_kernel(
     first = prefix * 0
     full = prefix * 0
     if WINDOW:
-        low, high = position_range(positions_ptr, qo_indptr_ptr, b, in_batch, nodes, prefix_len, COLUMNS)
+        low, high = position_range(positions_ptr, first_row.to(tl.int64), nodes, prefix_len, COLUMNS)
         first = tl.minimum(tl.maximum(prefix + low - window_left, 0), prefix)
         full = tl.minimum(tl.maximum(prefix + high - window_left, first), prefix)
         full = tl.minimum(tl.cdiv(full, BLOCK_N) * BLOCK_N, prefix)
@@ -195,72 +236,91 @@ def plan_kernel(
         # the line is one of splits, which are never cut
         item_tiles = tl.cdiv(item_tiles, SPLIT)
     row_tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
-    # the line is int32: 2^31 tiles are days of work, so a longer one is a mistake in the lengths
+    # 2^30 tiles are days of work, so more of them are a mistake in the lengths
     wide_total = tl.sum((row_tiles * KV_HEADS).to(tl.int64) * item_tiles, 0)
-    if wide_total > 0x7FFFFFFF:
+    if wide_total > MAX_TILES:
         nodes = nodes * 0
         row_tiles = row_tiles * 0
-    lanes = tl.max(row_tiles, 0)
-    alike = tl.min(tl.where(row_tiles > 0, row_tiles, lanes), 0) == lanes
-    # lanes take the same number of programs each: not if that leaves too many of them idle
-    alike = alike & (lanes > 1) & (num_programs // tl.maximum(lanes, 1) * lanes * 16 >= num_programs * BUSY)
-    if SPLIT > 0:
-        alike = alike & (lanes < 0)
-    lanes = tl.where(alike, lanes, 1)
-    lane_programs = num_programs // lanes
-    on_line = tl.where(lanes > 1, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
-    share = tl.maximum(tl.cdiv(tl.sum(on_line * KV_HEADS * item_tiles, 0), lane_programs), min_share)
+    total = tl.where(wide_total > MAX_TILES, 0, wide_total).to(tl.int32)
+    tile_rows = tl.cdiv(nodes * GROUP, tl.maximum(row_tiles, 1))
+    share = tl.maximum(tl.cdiv(total, num_programs), min_share)
+    of_class = tl.arange(0, CLASSES)
+    has_work = row_tiles > 0
+    in_class = (of_class == 0)[:, None] & has_work[None, :]
+    width = of_class * 0 + 1
+    in_lanes = share < 0
+    if SPLIT == 0:
+        own_width = tl.max(row_tiles, 0) - of_class
+        in_own = (row_tiles[None, :] == own_width[:, None]) & has_work[None, :]
+        lane_tiles = tl.sum(tl.where(in_own, (item_tiles * KV_HEADS)[None, :], 0), 1)
+        fitting = share_of_lanes(lane_tiles, own_width, total, num_programs, min_share, BUSY)
+        in_lanes = fitting > 0
+        share = tl.where(in_lanes, fitting, share)
+        in_class = tl.where(in_lanes, in_own, in_class)
+        width = tl.where(in_lanes, own_width, width)
+    on_line = tl.where(in_lanes, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
     held = item_tiles  # by an item, on the line
     aligned = share * 0
     if ALIGNED:
         slack = tl.arange(0, ALIGN_SLACK + 1)
-        parts = tl.cdiv(item_tiles[None, :], share + slack[:, None]) * (on_line * KV_HEADS)[None, :]
-        least = tl.min(tl.where(tl.sum(parts, 1) <= lane_programs, slack, ALIGN_SLACK + 1), 0)
+        parts = tl.cdiv(item_tiles[None, :], share + slack[:, None]) * (row_tiles * KV_HEADS)[None, :]
+        least = tl.min(tl.where(tl.sum(parts, 1) <= num_programs, slack, ALIGN_SLACK + 1), 0)
         if least <= ALIGN_SLACK:
             aligned += 1
             share += least
             held = tl.cdiv(item_tiles, share) * share
     tiles = on_line * KV_HEADS * held
-    end = tl.cumsum(tiles, 0)
-    total = tl.sum(tiles, 0)
+    # a line of each class, behind each other; the upper halves count requests, the lower ones tiles
+    counted = tl.where(in_class, tiles.to(tl.int64)[None, :] + (1 << 32), 0)
+    class_counts = tl.sum(counted, 1)
+    class_begin = tl.cumsum(class_counts, 0) - class_counts
+    behind = tl.sum(tl.where(in_class, tl.cumsum(counted, 1) + class_begin[:, None], 0), 0)
+    turn = (behind >> 32).to(tl.int32) - 1  # -1 without work
+    end = behind.to(tl.int32)
+    lane_tiles = class_counts.to(tl.int32)
+    lane_begin = class_begin.to(tl.int32)
+    lane_programs = tl.cdiv(lane_tiles, share)
+    class_end = tl.cumsum(lane_programs * width, 0)
+    first_program = class_end - lane_programs * width
 
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < num_programs
-    lane = p // lane_programs
-    place = (p - lane * lane_programs).to(tl.int64) * share
-    start = tl.where(lane < lanes, tl.minimum(place, total), total).to(tl.int32)
-    before = (end[None, :] <= start[:, None]) & in_batch[None, :]
-    request = tl.minimum(tl.sum(before.to(tl.int32), 1), batch - 1)
-    mine = b[None, :] == request[:, None]
+    mine = tl.sum((class_end[None, :] <= p[:, None]).to(tl.int32), 1)[:, None] == of_class[None, :]
+    at = p - pick(mine, first_program)
+    my_programs = tl.maximum(pick(mine, lane_programs), 1)
+    lane = at // my_programs
+    on_lane = (at - lane * my_programs) * share
+    left = tl.minimum(pick(mine, lane_tiles) - on_lane, share)  # 0 behind the last class
+    start = on_lane + pick(mine, lane_begin)
+    before = (end[None, :] <= start[:, None]) & has_work[None, :]
+    my_turn = tl.sum(before.to(tl.int32), 1)
+    mine = turn[None, :] == my_turn[:, None]
     within = start - tl.max(tl.where(before, end[None, :], 0), 1)
-    my_nodes = pick(mine, nodes)
     my_held = tl.maximum(pick(mine, held), 1)
-    my_row_tiles = tl.maximum(pick(mine, row_tiles), 1)
     my_on_line = tl.maximum(pick(mine, on_line), 1)
     item = within // my_held
     tile = within - item * my_held
-    left = tl.minimum(total - start, share)
     if ALIGNED:
         left = tl.where((aligned > 0) & (left > 0), tl.minimum(pick(mine, item_tiles) - tile, share), left)
     kv_head = item // my_on_line
     row = work_ptr + p * WORK_FIELDS
-    tl.store(row + WORK_REQUEST, request, mask=live)
+    tl.store(row + WORK_REQUEST, pick(mine, b), mask=live)
     tl.store(row + WORK_KV_HEAD, kv_head, mask=live)
-    tl.store(row + WORK_ROW_TILE, tl.where(lanes > 1, lane, item - kv_head * my_on_line), mask=live)
-    tl.store(row + WORK_LANE, tl.where(lanes > 1, lane, -1), mask=live)
+    tl.store(row + WORK_ROW_TILE, tl.where(in_lanes, lane, item - kv_head * my_on_line), mask=live)
+    tl.store(row + WORK_LANE, tl.where(in_lanes, lane, -1), mask=live)
     tl.store(row + WORK_TILE, tile, mask=live)
     tl.store(row + WORK_LEFT, left, mask=live)
-    tl.store(row + WORK_NODES, my_nodes, mask=live)
+    tl.store(row + WORK_NODES, pick(mine, nodes), mask=live)
     tl.store(row + WORK_PREFIX, pick(mine, prefix), mask=live)
     if RANGED:
         tl.store(row + WORK_FIRST, pick(mine, first), mask=live)
         tl.store(row + WORK_FULL, pick(mine, full), mask=live)
-    tl.store(row + WORK_FIRST_ROW, tl.load(qo_indptr_ptr + request, mask=live, other=0), mask=live)
-    tl.store(row + WORK_ROW_TILES, my_row_tiles, mask=live)
-    tl.store(row + WORK_ZERO, p * 0, mask=live)
-    tl.store(row + WORK_PLACE, start, mask=live)
+    tl.store(row + WORK_FIRST_ROW, pick(mine, first_row), mask=live)
+    tl.store(row + WORK_ROW_TILES, tl.maximum(pick(mine, row_tiles), 1), mask=live)
+    tl.store(row + WORK_TILE_ROWS, pick(mine, tile_rows), mask=live)
+    tl.store(row + WORK_TURN, my_turn + 1, mask=live)
+    tl.store(row + WORK_PLACE, p * share, mask=live)
     tl.store(row + WORK_SHARE, p * 0 + share, mask=live)
-    tl.store(row + WORK_TILE_ROWS, tl.cdiv(my_nodes * GROUP, my_row_tiles), mask=live)
     words = p[:, None] * ARRIVAL_FIELDS + tl.arange(0, ARRIVAL_FIELDS)[None, :]
     tl.store(arrivals_ptr + words, words * 0, mask=live[:, None])
 
@@ -270,16 +330,25 @@ def plan_kernel(
         tl.store(span + SPAN_FIRST, first, mask=in_batch)
         tl.store(span + SPAN_FULL, full, mask=in_batch)
         tl.store(span + SPAN_NODES, nodes, mask=in_batch)
-        tl.store(item_start_ptr + b, end - tiles, mask=in_batch)
-        tl.store(item_start_ptr + batch, total)
-        tl.store(share_ptr, share)
-        tl.store(share_ptr + 1, lane_programs)
-        tl.store(share_ptr + 2, lanes)
-        tl.store(share_ptr + 3, aligned)
-        if wide_total > 0x7FFFFFFF:
+        moved = tl.sum(tl.where(in_class, (first_program * share - lane_begin)[:, None], 0), 0)
+        lane_step = tl.sum(tl.where(in_class, (lane_programs * share)[:, None], 0), 0)
+        tl.store(span + SPAN_PLACE, end - tiles + moved, mask=in_batch)
+        tl.store(span + SPAN_ROW_STEP, tl.where(in_lanes, lane_step, held), mask=in_batch)
+        tl.store(span + SPAN_HEAD_STEP, on_line * held, mask=in_batch)
+        tl.store(span + SPAN_SHARE, b * 0 + share, mask=in_batch)
+        record = turns_ptr + turn * TURN_FIELDS
+        tl.store(record + TURN_REQUEST, b, mask=has_work)
+        tl.store(record + TURN_NODES, nodes, mask=has_work)
+        tl.store(record + TURN_PREFIX, prefix, mask=has_work)
+        tl.store(record + TURN_FIRST_ROW, first_row, mask=has_work)
+        tl.store(record + TURN_ROW_TILES, row_tiles, mask=has_work)
+        tl.store(record + TURN_TILE_ROWS, tile_rows, mask=has_work)
+        tl.store(record + TURN_FIRST, first, mask=has_work)
+        tl.store(record + TURN_FULL, full, mask=has_work)
+        if wide_total > MAX_TILES:
             if tl.atomic_cas(status_ptr, 0, WORK_CODE) == 0:
                 tl.store(status_ptr + 1, 0)
-                tl.store(status_ptr + 2, 0x7FFFFFFF)
+                tl.store(status_ptr + 2, MAX_TILES)
                 tl.store(status_ptr + 3, tl.minimum(wide_total >> 10, 0x7FFFFFFF).to(tl.int32))
         worst = tl.max(tl.where(too_long, BLOCK_B - b, 0), 0)
         if worst > 0:
