@@ -128,6 +128,7 @@ def test_every_key_of_every_row_once(
     program: Path, tile_rows: int, keys: int, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("treeattn.config.INVARIANT_KEYS", 3 * keys)
+    monkeypatch.setattr("treeattn.backends.INTERPRETER_PROGRAMS", (6, 132, 40)[seed // 2 % 3])
     monkeypatch.setattr("treeattn.kernels.launch.is_aligned", lambda step: seed % 2 == 1 and not step.batch_invariant)
     rng = random.Random(seed)
     batch, group, kv_heads = rng.choice((1, 2, 5)), rng.choice((1, 4, 8)), rng.choice((1, 2))

@@ -217,6 +217,16 @@ def plan_kernel(
         needed = needed * 0
     too_long = in_batch & (nodes > 0) & (needed > pages * PAGE_SIZE)
     nodes = tl.where(too_long, 0, nodes)
+    if tl.program_id(0) == 0:  # here, so that it need not be held: in wide batches this was spilled
+        worst = tl.max(tl.where(too_long, BLOCK_B - b, 0), 0)
+        if worst > 0:
+            guilty = BLOCK_B - worst
+            if tl.atomic_cas(status_ptr, 0, KV_CAPACITY_CODE) == 0:
+                value = tl.sum(tl.where(b == guilty, needed, 0), 0)
+                room = tl.sum(tl.where(b == guilty, pages * PAGE_SIZE, 0), 0)
+                tl.store(status_ptr + 1, guilty)
+                tl.store(status_ptr + 2, tl.minimum(room, 0x7FFFFFFF).to(tl.int32))
+                tl.store(status_ptr + 3, tl.minimum(value, 0x7FFFFFFF).to(tl.int32))
 
     first = prefix * 0
     full = prefix * 0
@@ -242,22 +252,21 @@ def plan_kernel(
         nodes = nodes * 0
         row_tiles = row_tiles * 0
     total = tl.where(wide_total > MAX_TILES, 0, wide_total).to(tl.int32)
-    tile_rows = tl.cdiv(nodes * GROUP, tl.maximum(row_tiles, 1))
     share = tl.maximum(tl.cdiv(total, num_programs), min_share)
     of_class = tl.arange(0, CLASSES)
-    has_work = row_tiles > 0
-    in_class = (of_class == 0)[:, None] & has_work[None, :]
     width = of_class * 0 + 1
+    narrower = row_tiles * 0  # than the widest: the class of a request
     in_lanes = share < 0
     if SPLIT == 0:
-        own_width = tl.max(row_tiles, 0) - of_class
-        in_own = (row_tiles[None, :] == own_width[:, None]) & has_work[None, :]
-        lane_tiles = tl.sum(tl.where(in_own, (item_tiles * KV_HEADS)[None, :], 0), 1)
-        fitting = share_of_lanes(lane_tiles, own_width, total, num_programs, min_share, BUSY)
+        widest = tl.max(row_tiles, 0)
+        below = widest - row_tiles
+        in_class = (below[None, :] == of_class[:, None]) & (row_tiles > 0)[None, :]
+        lane_tiles = tl.sum(tl.where(in_class, (item_tiles * KV_HEADS)[None, :], 0), 1)
+        fitting = share_of_lanes(lane_tiles, widest - of_class, total, num_programs, min_share, BUSY)
         in_lanes = fitting > 0
         share = tl.where(in_lanes, fitting, share)
-        in_class = tl.where(in_lanes, in_own, in_class)
-        width = tl.where(in_lanes, own_width, width)
+        width = tl.where(in_lanes, widest - of_class, 1)
+        narrower = tl.where(in_lanes, below, 0)
     on_line = tl.where(in_lanes, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
     held = item_tiles  # by an item, on the line
     aligned = share * 0
@@ -270,6 +279,7 @@ def plan_kernel(
             share += least
             held = tl.cdiv(item_tiles, share) * share
     tiles = on_line * KV_HEADS * held
+    in_class = (narrower[None, :] == of_class[:, None]) & (row_tiles > 0)[None, :]
     # a line of each class, behind each other; the upper halves count requests, the lower ones tiles
     counted = tl.where(in_class, tiles.to(tl.int64)[None, :] + (1 << 32), 0)
     class_counts = tl.sum(counted, 1)
@@ -292,12 +302,14 @@ def plan_kernel(
     on_lane = (at - lane * my_programs) * share
     left = tl.minimum(pick(mine, lane_tiles) - on_lane, share)  # 0 behind the last class
     start = on_lane + pick(mine, lane_begin)
-    before = (end[None, :] <= start[:, None]) & has_work[None, :]
+    before = (end[None, :] <= start[:, None]) & (turn >= 0)[None, :]
     my_turn = tl.sum(before.to(tl.int32), 1)
     mine = turn[None, :] == my_turn[:, None]
     within = start - tl.max(tl.where(before, end[None, :], 0), 1)
     my_held = tl.maximum(pick(mine, held), 1)
-    my_on_line = tl.maximum(pick(mine, on_line), 1)
+    my_nodes = pick(mine, nodes)
+    my_row_tiles = tl.maximum(pick(mine, row_tiles), 1)
+    my_on_line = tl.where(in_lanes, 1, my_row_tiles)
     item = within // my_held
     tile = within - item * my_held
     if ALIGNED:
@@ -310,14 +322,14 @@ def plan_kernel(
     tl.store(row + WORK_LANE, tl.where(in_lanes, lane, -1), mask=live)
     tl.store(row + WORK_TILE, tile, mask=live)
     tl.store(row + WORK_LEFT, left, mask=live)
-    tl.store(row + WORK_NODES, pick(mine, nodes), mask=live)
+    tl.store(row + WORK_NODES, my_nodes, mask=live)
     tl.store(row + WORK_PREFIX, pick(mine, prefix), mask=live)
     if RANGED:
         tl.store(row + WORK_FIRST, pick(mine, first), mask=live)
         tl.store(row + WORK_FULL, pick(mine, full), mask=live)
     tl.store(row + WORK_FIRST_ROW, pick(mine, first_row), mask=live)
-    tl.store(row + WORK_ROW_TILES, tl.maximum(pick(mine, row_tiles), 1), mask=live)
-    tl.store(row + WORK_TILE_ROWS, pick(mine, tile_rows), mask=live)
+    tl.store(row + WORK_ROW_TILES, my_row_tiles, mask=live)
+    tl.store(row + WORK_TILE_ROWS, tl.cdiv(my_nodes * GROUP, my_row_tiles), mask=live)
     tl.store(row + WORK_TURN, my_turn + 1, mask=live)
     tl.store(row + WORK_PLACE, p * share, mask=live)
     tl.store(row + WORK_SHARE, p * 0 + share, mask=live)
@@ -336,13 +348,14 @@ def plan_kernel(
         tl.store(span + SPAN_ROW_STEP, tl.where(in_lanes, lane_step, held), mask=in_batch)
         tl.store(span + SPAN_HEAD_STEP, on_line * held, mask=in_batch)
         tl.store(span + SPAN_SHARE, b * 0 + share, mask=in_batch)
+        has_work = turn >= 0
         record = turns_ptr + turn * TURN_FIELDS
         tl.store(record + TURN_REQUEST, b, mask=has_work)
         tl.store(record + TURN_NODES, nodes, mask=has_work)
         tl.store(record + TURN_PREFIX, prefix, mask=has_work)
         tl.store(record + TURN_FIRST_ROW, first_row, mask=has_work)
         tl.store(record + TURN_ROW_TILES, row_tiles, mask=has_work)
-        tl.store(record + TURN_TILE_ROWS, tile_rows, mask=has_work)
+        tl.store(record + TURN_TILE_ROWS, tl.cdiv(nodes * GROUP, tl.maximum(row_tiles, 1)), mask=has_work)
         tl.store(record + TURN_FIRST, first, mask=has_work)
         tl.store(record + TURN_FULL, full, mask=has_work)
         if wide_total > MAX_TILES:
@@ -350,12 +363,3 @@ def plan_kernel(
                 tl.store(status_ptr + 1, 0)
                 tl.store(status_ptr + 2, MAX_TILES)
                 tl.store(status_ptr + 3, tl.minimum(wide_total >> 10, 0x7FFFFFFF).to(tl.int32))
-        worst = tl.max(tl.where(too_long, BLOCK_B - b, 0), 0)
-        if worst > 0:
-            guilty = BLOCK_B - worst
-            if tl.atomic_cas(status_ptr, 0, KV_CAPACITY_CODE) == 0:
-                value = tl.sum(tl.where(b == guilty, needed, 0), 0)
-                room = tl.sum(tl.where(b == guilty, pages * PAGE_SIZE, 0), 0)
-                tl.store(status_ptr + 1, guilty)
-                tl.store(status_ptr + 2, tl.minimum(room, 0x7FFFFFFF).to(tl.int32))
-                tl.store(status_ptr + 3, tl.minimum(value, 0x7FFFFFFF).to(tl.int32))
