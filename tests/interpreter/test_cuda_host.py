@@ -43,6 +43,7 @@ from treeattn.driver import UINT8
 from treeattn.fallback import FallbackLaunch, triton_twin
 from treeattn.geometry import Geometry
 from treeattn.kernels import launch as launching
+from treeattn.kernels.plan import WORK_LANE, WORK_LEFT, WORK_ROW_TILES
 from treeattn.kv import cache_strides
 from treeattn.plan import Step
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, judge, random_case
@@ -257,6 +258,39 @@ def test_who_is_ahead_does_not_matter(turn: int, head_dim: int) -> None:
     case = shaped([q_len] * count, prefixes[-count:], (2, 1), head_dim=head_dim, page_size=16)
     verdict = check_case(case, "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
+    """Blocks enough for lanes of several classes; which there were, by a request's row tiles and its own."""
+    found: set[tuple[int, int]] = set()
+    make = launching.launch_plan
+
+    def noted(step: Step) -> None:
+        make(step)
+        assert step.buffers is not None
+        for work in step.buffers.work[step.buffers.work[:, WORK_LEFT.value] > 0].tolist():
+            found.add((work[WORK_ROW_TILES.value], work[WORK_LANE.value]))
+
+    monkeypatch.setattr(backends, "INTERPRETER_PROGRAMS", 15)
+    monkeypatch.setattr(launching, "busy_of", lambda step: 8)
+    monkeypatch.setattr(launching, "launch_plan", noted)
+    return found
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("options", [Options(), Options(window_left=90, sinks=True)], ids=["plain", "window"])
+@pytest.mark.usefixtures("on_host")
+def test_lanes_of_unlike_requests(
+    options: Options, aligned: bool, lanes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row tiles of 192: 2, 1, 2, 1 and 1 of them; one request has no nodes."""
+    monkeypatch.setattr(launching, "is_aligned", lambda step: aligned)
+    case = shaped([40, 3, 33, 5, 24, 9], [300, 200, 5, 64, 450, 130], (8, 1), nodes=[40, 3, 33, 0, 24, 9],
+                  page_size=16, options=options)  # fmt: skip
+    verdict = check_case(case, "triton")
+    assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+    assert lanes == {(2, 0), (2, 1), (1, 0)}
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -145,8 +145,8 @@ def test_every_tile_belongs_to_one_program(
 
 
 def lanes_go_side_by_side(step: Step, prefixes: list[int], nodes: list[int], aligned: bool) -> None:
-    """Programs of a class are those of its first lane, then the same for each further row tile; and the share is as small
-    as lanes let it be, or as room for every item does."""
+    """Programs of a class are those of its first lane, then the same for each further row tile; and the share is as
+    small as lanes let it be, or as room for every item does."""
     balanced, lanes = share_and_lanes(step, prefixes, nodes)
     works = record(step, "work")
     share = works[0][kernel.WORK_SHARE.value]

@@ -195,173 +195,172 @@ def attention_kernel(
     while left > 0:
         full_tiles, front_tiles, tail_tiles, tree_tiles = kv_tiles(prefix, first, full, nodes, BLOCK_N, RANGED, PART)
         item_tiles = full_tiles + front_tiles + tail_tiles + tree_tiles
-        if nodes > 0:
-            row0 = row_tile * tile_rows
-            present = tl.minimum(nodes, total_q - first_row)
-            row_end = tl.minimum(row0 + tile_rows, present * GROUP)
-            if SPLIT > 0:
-                begin = tile * SPLIT
-                last = tl.minimum(item_tiles, begin + SPLIT)
-            else:
-                begin = tile
-                last = tl.minimum(item_tiles, tile + left)
+        row0 = row_tile * tile_rows
+        present = tl.minimum(nodes, total_q - first_row)
+        row_end = tl.minimum(row0 + tile_rows, present * GROUP)
+        if SPLIT > 0:
+            begin = tile * SPLIT
+            last = tl.minimum(item_tiles, begin + SPLIT)
+        else:
+            begin = tile
+            last = tl.minimum(item_tiles, tile + left)
 
-            m = tl.arange(0, BLOCK_M)
-            rows = row0 + m
-            valid = rows < row_end
-            q_base = head_base(q_ptr, first_row, kv_head, stride_q_row, stride_q_head, GROUP)
-            q_off = row_offsets(rows, stride_q_row, stride_q_head, GROUP, WIDE)
-            q = load_rows(q_base, q_off, valid, NEGATE, MAIN_DIMS, BLOCK_D)
-            q_rest = q
+        m = tl.arange(0, BLOCK_M)
+        rows = row0 + m
+        valid = rows < row_end
+        q_base = head_base(q_ptr, first_row, kv_head, stride_q_row, stride_q_head, GROUP)
+        q_off = row_offsets(rows, stride_q_row, stride_q_head, GROUP, WIDE)
+        q = load_rows(q_base, q_off, valid, NEGATE, MAIN_DIMS, BLOCK_D)
+        q_rest = q
+        if BLOCK_REST > 0:
+            q_rest = load_rows(q_base + MAIN_DIMS, q_off, valid, NEGATE, REST_DIMS, BLOCK_REST)
+        row_scale = scale
+        q_edge = q
+        if HALF:  # and so no SHARED_KV, of which q_rest is
+            factors, inverses = row_factors(q)
+            row_scale = scale * inverses
+            q_edge = (q * factors[:, None]).to(edge_dtype)
+            q = (q * factors[:, None]).to(cached_dtype)
+        words_base = mask_words_ptr + first_row.to(tl.int64) * num_words
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M, 2, 4] if BLOCK_REST > 0 and APART else [BLOCK_M], tl.float32)
+
+        if CSR:
+            pages_ptr = table_ptr + tl.load(kv_indptr_ptr + request)
+        else:
+            pages_ptr = table_ptr + request.to(tl.int64) * stride_table_request
+        k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
+        v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
+        k_factor = cache_scale(k_scale, kv_head, K_SCALE)
+        v_factor = cache_scale(v_scale, kv_head, V_SCALE)
+        if FRESH and SCALED:
+            v_factor += tl.zeros([], tl.float32)  # a loop changes it, which a constant cannot be
+
+        # page ids are fetched one tile ahead, in registers: were they loaded in the loop that uses them, Triton's
+        # pipeline would wait for every copy in flight to get at them
+        begin_full = begin
+        end_full = tl.minimum(last, full_tiles)
+        if RANGED:
+            begin_full += tl.cdiv(full, BLOCK_N)
+            end_full += tl.cdiv(full, BLOCK_N)
+        pages = tile_pages(pages_ptr, begin_full, end_full, n, PAGE_SIZE, BLOCK_N)
+        for t in tl.range(begin_full, end_full, num_stages=STAGES):
+            k_off = tile_offsets(pages, t, n, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
+            v_off = tile_offsets(pages, t, n, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
+            k_base = tile_base(k_head_ptr, pages, t, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
+            v_base = tile_base(v_head_ptr, pages, t, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
+            pages = tile_pages(pages_ptr, t + 1, end_full, n, PAGE_SIZE, BLOCK_N)
+            row0 += zero
+            k = decode(load_tile(k_base, k_off, n < BLOCK_N, MAIN_DIMS, BLOCK_D, False), cached_dtype, FP8,
+                       DECODE)  # fmt: skip
+            k_rest = k
             if BLOCK_REST > 0:
-                q_rest = load_rows(q_base + MAIN_DIMS, q_off, valid, NEGATE, REST_DIMS, BLOCK_REST)
-            row_scale = scale
-            q_edge = q
-            if HALF:  # and so no SHARED_KV, of which q_rest is
-                factors, inverses = row_factors(q)
-                row_scale = scale * inverses
-                q_edge = (q * factors[:, None]).to(edge_dtype)
-                q = (q * factors[:, None]).to(cached_dtype)
-            words_base = mask_words_ptr + first_row.to(tl.int64) * num_words
-            acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-            row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-            row_sum = tl.zeros([BLOCK_M, 2, 4] if BLOCK_REST > 0 and APART else [BLOCK_M], tl.float32)
-
-            if CSR:
-                pages_ptr = table_ptr + tl.load(kv_indptr_ptr + request)
+                k_rest = load_tile(k_base + MAIN_DIMS, k_off, n < BLOCK_N, REST_DIMS, BLOCK_REST, False)
+                k_rest = decode(k_rest, cached_dtype, FP8, DECODE)
+            if SHARED_KV:
+                v = k
             else:
-                pages_ptr = table_ptr + request.to(tl.int64) * stride_table_request
-            k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
-            v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
-            k_factor = cache_scale(k_scale, kv_head, K_SCALE)
-            v_factor = cache_scale(v_scale, kv_head, V_SCALE)
-            if FRESH and SCALED:
-                v_factor += tl.zeros([], tl.float32)  # a loop changes it, which a constant cannot be
-
-            # page ids are fetched one tile ahead, in registers: were they loaded in the loop that uses them, Triton's
-            # pipeline would wait for every copy in flight to get at them
-            begin_full = begin
-            end_full = tl.minimum(last, full_tiles)
-            if RANGED:
-                begin_full += tl.cdiv(full, BLOCK_N)
-                end_full += tl.cdiv(full, BLOCK_N)
-            pages = tile_pages(pages_ptr, begin_full, end_full, n, PAGE_SIZE, BLOCK_N)
-            for t in tl.range(begin_full, end_full, num_stages=STAGES):
-                k_off = tile_offsets(pages, t, n, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
-                v_off = tile_offsets(pages, t, n, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
-                k_base = tile_base(k_head_ptr, pages, t, stride_k_page, stride_k_slot, PAGE_SIZE, BLOCK_N, WIDE)
-                v_base = tile_base(v_head_ptr, pages, t, stride_v_page, stride_v_slot, PAGE_SIZE, BLOCK_N, WIDE)
-                pages = tile_pages(pages_ptr, t + 1, end_full, n, PAGE_SIZE, BLOCK_N)
-                row0 += zero
-                k = decode(load_tile(k_base, k_off, n < BLOCK_N, MAIN_DIMS, BLOCK_D, False), cached_dtype, FP8,
+                v = decode(load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM_V, BLOCK_V, False), cached_dtype, FP8,
                            DECODE)  # fmt: skip
-                k_rest = k
-                if BLOCK_REST > 0:
-                    k_rest = load_tile(k_base + MAIN_DIMS, k_off, n < BLOCK_N, REST_DIMS, BLOCK_REST, False)
-                    k_rest = decode(k_rest, cached_dtype, FP8, DECODE)
-                if SHARED_KV:
-                    v = k
-                else:
-                    v = decode(load_tile(v_base, v_off, n < BLOCK_N, HEAD_DIM_V, BLOCK_V, False), cached_dtype, FP8,
-                               DECODE)  # fmt: skip
-                acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, valid, row_scale,
-                                               k_factor, soft_cap, zero, False, SCALED, CAPPED, BLOCK_REST > 0,
-                                               APART, HALF)  # fmt: skip
+            acc, row_max, row_sum = attend(q, q_rest, k, k_rest, v, acc, row_max, row_sum, valid, row_scale,
+                                           k_factor, soft_cap, zero, False, SCALED, CAPPED, BLOCK_REST > 0,
+                                           APART, HALF)  # fmt: skip
 
-            if BLOCK_REST > 0 and APART:
-                row_sum = tl.sum(tl.sum(row_sum, 2), 1)
-            # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
-            # the loop and held in (and spilled from) the registers that it needs
-            rows = row0 + m
-            valid = rows < row_end
+        if BLOCK_REST > 0 and APART:
+            row_sum = tl.sum(tl.sum(row_sum, 2), 1)
+        # row0 went through the loop with a 0 that the compiler cannot see, so that these are made here, not before
+        # the loop and held in (and spilled from) the registers that it needs
+        rows = row0 + m
+        valid = rows < row_end
+        if WINDOW:
+            prefix_len = tl.load(prefix_lens_ptr + request)
+            since = window_rows(positions_ptr, rows, valid, first_row, prefix, prefix_len, window_left, GROUP)
+        k_own_ptr = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
+        v_own_ptr = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
+
+        for t in tl.range(tl.maximum(begin, full_tiles), last, num_stages=1):
+            in_prefix, word, node, position, bound = edge_place(t - full_tiles, front_tiles, tail_tiles, prefix,
+                                                                first, full, e, BLOCK_N, BLOCK_E,
+                                                                RANGED)  # fmt: skip
+            words = tree_words(words_base, rows, valid, word, num_words, GROUP)
+            # a key that no row of the tile sees is not read: it may hold anything, and 0 * NaN is NaN
             if WINDOW:
-                prefix_len = tl.load(prefix_lens_ptr + request)
-                since = window_rows(positions_ptr, rows, valid, first_row, prefix, prefix_len, window_left, GROUP)
-            k_own_ptr = k_tree_ptr + kv_head.to(tl.int64) * stride_k_tree_head
-            v_own_ptr = v_tree_ptr + kv_head.to(tl.int64) * stride_v_tree_head
+                inside = tl.where(in_prefix, position < bound, node < present)
+                in_tree = inside & (position >= prefix)
+                own = tl.load(positions_ptr + first_row + node, mask=in_tree, other=0) - prefix_len
+                at = tl.where(in_prefix, position, prefix + within_int32(own))
+                sees = ((words[:, None] >> e[None, :]) & 1 != 0) | (in_prefix & valid)[:, None]
+                sees = sees & inside[None, :] & (at[None, :] >= since[:, None])
+                needed = tl.max(sees.to(tl.int32), 0) > 0
+            else:
+                some = tl.reduce(words, 0, bit_or)
+                needed = tl.where(in_prefix, position < bound, (node < present) & ((some >> e) & 1 != 0))
+                sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
+            page, within = cached_pages(pages_ptr, tree_slots_ptr, in_prefix, position, node, needed, prefix,
+                                        first_row, PAGE_SIZE, TREE_SLOTS, FRESH)  # fmt: skip
+            k = edge_load(k_head_ptr, k_own_ptr, page, within, in_prefix, position, node, needed, prefix, first_row,
+                          stride_k_page, stride_k_slot, stride_k_tree_row, 0, edge_dtype, FRESH, FP8, DECODE, WIDE,
+                          MAIN_DIMS, BLOCK_D)  # fmt: skip
+            k_rest = k
+            if BLOCK_REST > 0:
+                k_rest = edge_load(k_head_ptr, k_own_ptr, page, within, in_prefix, position, node, needed, prefix,
+                                   first_row, stride_k_page, stride_k_slot, stride_k_tree_row, MAIN_DIMS,
+                                   edge_dtype, FRESH, FP8, DECODE, WIDE, REST_DIMS, BLOCK_REST)  # fmt: skip
+            if SHARED_KV:
+                v = k
+            else:
+                v = edge_load(v_head_ptr, v_own_ptr, page, within, in_prefix, position, node, needed, prefix,
+                              first_row, stride_v_page, stride_v_slot, stride_v_tree_row, 0, edge_dtype, FRESH, FP8,
+                              DECODE, WIDE, HEAD_DIM_V, BLOCK_V)  # fmt: skip
+            k_by = k_factor
+            if FRESH and SCALED:
+                # fresh V is behind all of the cache, which has its factor then
+                k_by = tl.where(in_prefix, k_factor, 1.0)
+                acc = acc * tl.where(in_prefix, 1.0, v_factor)
+                v_factor = tl.where(in_prefix, v_factor, 1.0)
+            acc, row_max, row_sum = attend(q_edge, q_rest, k, k_rest, v, acc, row_max, row_sum, sees,
+                                           row_scale, k_by, soft_cap, zero, True, SCALED, CAPPED, BLOCK_REST > 0,
+                                           APART, HALF)  # fmt: skip
 
-            for t in tl.range(tl.maximum(begin, full_tiles), last, num_stages=1):
-                in_prefix, word, node, position, bound = edge_place(t - full_tiles, front_tiles, tail_tiles, prefix,
-                                                                    first, full, e, BLOCK_N, BLOCK_E,
-                                                                    RANGED)  # fmt: skip
-                words = tree_words(words_base, rows, valid, word, num_words, GROUP)
-                # a key that no row of the tile sees is not read: it may hold anything, and 0 * NaN is NaN
-                if WINDOW:
-                    inside = tl.where(in_prefix, position < bound, node < present)
-                    in_tree = inside & (position >= prefix)
-                    own = tl.load(positions_ptr + first_row + node, mask=in_tree, other=0) - prefix_len
-                    at = tl.where(in_prefix, position, prefix + within_int32(own))
-                    sees = ((words[:, None] >> e[None, :]) & 1 != 0) | (in_prefix & valid)[:, None]
-                    sees = sees & inside[None, :] & (at[None, :] >= since[:, None])
-                    needed = tl.max(sees.to(tl.int32), 0) > 0
-                else:
-                    some = tl.reduce(words, 0, bit_or)
-                    needed = tl.where(in_prefix, position < bound, (node < present) & ((some >> e) & 1 != 0))
-                    sees = (((words[:, None] >> e[None, :]) & 1 != 0) | in_prefix) & needed[None, :]
-                page, within = cached_pages(pages_ptr, tree_slots_ptr, in_prefix, position, node, needed, prefix,
-                                            first_row, PAGE_SIZE, TREE_SLOTS, FRESH)  # fmt: skip
-                k = edge_load(k_head_ptr, k_own_ptr, page, within, in_prefix, position, node, needed, prefix, first_row,
-                              stride_k_page, stride_k_slot, stride_k_tree_row, 0, edge_dtype, FRESH, FP8, DECODE, WIDE,
-                              MAIN_DIMS, BLOCK_D)  # fmt: skip
-                k_rest = k
-                if BLOCK_REST > 0:
-                    k_rest = edge_load(k_head_ptr, k_own_ptr, page, within, in_prefix, position, node, needed, prefix,
-                                       first_row, stride_k_page, stride_k_slot, stride_k_tree_row, MAIN_DIMS,
-                                       edge_dtype, FRESH, FP8, DECODE, WIDE, REST_DIMS, BLOCK_REST)  # fmt: skip
-                if SHARED_KV:
-                    v = k
-                else:
-                    v = edge_load(v_head_ptr, v_own_ptr, page, within, in_prefix, position, node, needed, prefix,
-                                  first_row, stride_v_page, stride_v_slot, stride_v_tree_row, 0, edge_dtype, FRESH, FP8,
-                                  DECODE, WIDE, HEAD_DIM_V, BLOCK_V)  # fmt: skip
-                k_by = k_factor
-                if FRESH and SCALED:
-                    # fresh V is behind all of the cache, which has its factor then
-                    k_by = tl.where(in_prefix, k_factor, 1.0)
-                    acc = acc * tl.where(in_prefix, 1.0, v_factor)
-                    v_factor = tl.where(in_prefix, v_factor, 1.0)
-                acc, row_max, row_sum = attend(q_edge, q_rest, k, k_rest, v, acc, row_max, row_sum, sees,
-                                               row_scale, k_by, soft_cap, zero, True, SCALED, CAPPED, BLOCK_REST > 0,
-                                               APART, HALF)  # fmt: skip
-
-            whole = (begin == 0) & (last == item_tiles)
-            if SPLIT > 0:
-                slot = place
-            else:
-                # the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a program has one of each
-                slot = 2 * program + (tile == 0).to(tl.int32)
-            out_base = head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP)
-            lse_base = head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP)
-            part_base = partial_out_ptr + slot.to(tl.int64) * (BLOCK_M * HEAD_DIM_V)
-            part_lse_base = partial_lse_ptr + slot.to(tl.int64) * BLOCK_M
-            if SCALED:
-                # not on the weights, which have 16 bits and would underflow
-                acc = acc * v_factor
-            if CAPPED:
-                acc, lse2 = normalise(acc, row_max, row_sum)
-            else:
-                acc, lse2 = normalise(acc, row_max * row_scale, row_sum)
-            if whole:
-                if SINKS != 0:
-                    acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)
-                store_out(out_base, lse_base, acc, lse2, rows, valid, tl.arange(0, BLOCK_V), stride_out_row,
-                          stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM_V, HAS_LSE,
-                          WIDE)  # fmt: skip
-            else:
-                store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM_V, BLOCK_V)
-            if SPLIT > 0:
-                left -= 1
-                place += 1
-                tile = tl.where(last == item_tiles, 0, tile + 1)
-                row_tile += (last == item_tiles).to(tl.int32)
-            else:
-                left -= last - tile
-                tile = 0
-                row_tile += 1
-            if row_tile == tl.where(lane < 0, row_tiles, lane + 1):
-                row_tile = tl.maximum(lane, 0)
-                kv_head += 1
-        if (kv_head == KV_HEADS) | (nodes == 0):
+        whole = (begin == 0) & (last == item_tiles)
+        if SPLIT > 0:
+            slot = place
+        else:
+            # the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a program has one of each
+            slot = 2 * program + (tile == 0).to(tl.int32)
+        out_base = head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP)
+        lse_base = head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP)
+        part_base = partial_out_ptr + slot.to(tl.int64) * (BLOCK_M * HEAD_DIM_V)
+        part_lse_base = partial_lse_ptr + slot.to(tl.int64) * BLOCK_M
+        if SCALED:
+            # not on the weights, which have 16 bits and would underflow
+            acc = acc * v_factor
+        if CAPPED:
+            acc, lse2 = normalise(acc, row_max, row_sum)
+        else:
+            acc, lse2 = normalise(acc, row_max * row_scale, row_sum)
+        if whole:
+            if SINKS != 0:
+                acc, lse2 = add_sinks(acc, lse2, sinks_ptr, kv_head, rows, valid, GROUP, SINKS == 2)
+            store_out(out_base, lse_base, acc, lse2, rows, valid, tl.arange(0, BLOCK_V), stride_out_row,
+                      stride_out_head, stride_lse_row, stride_lse_head, GROUP, HEAD_DIM_V, HAS_LSE,
+                      WIDE)  # fmt: skip
+        else:
+            store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM_V, BLOCK_V)
+        if SPLIT > 0:
+            left -= 1
+            place += 1
+            tile = tl.where(last == item_tiles, 0, tile + 1)
+            row_tile += (last == item_tiles).to(tl.int32)
+        else:
+            left -= last - tile
+            tile = 0
+            row_tile += 1
+        if row_tile == tl.where(lane < 0, row_tiles, lane + 1):
+            row_tile = tl.maximum(lane, 0)
+            kv_head += 1
+        if kv_head == KV_HEADS:
             kv_head = 0
             if left > 0:
                 record = turns_ptr + turn * TURN_FIELDS

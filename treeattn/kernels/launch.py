@@ -30,7 +30,7 @@ from .plan import plan_kernel
 PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan places
 PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of four warps; a wider batch takes sixteen
 MAX_CLASSES = 16  # numbers of row tiles in a batch, the most and below, up to which there are lanes
-CLASS_ELEMENTS = 4096  # classes times requests that the plan holds at most
+CLASS_ELEMENTS = 2048  # classes times requests that the plan holds at most
 ZERO_ROWS = 8  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 INVARIANT_ROWS, INVARIANT_PARTS = 2, 8  # rows and parts of a merge in batch-invariant mode

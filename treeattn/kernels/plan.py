@@ -10,22 +10,22 @@ Items lie side by side on a line and each program gets ``share`` tiles of it: a 
 tile, and an item is cut only where two programs meet. At most ``num_programs - 1`` items are cut, into at most
 ``2 * num_programs`` partials.
 
-Requests of the same number of row tiles are a *class*. Each row tile of a class has a line of its own (a *lane*: request,
-then KV head), and lanes of a class have equally many programs, side by side. Programs of the same place in their lanes
-then walk the same keys at the same time, and what one of them brings from memory the others find in L2. A lane has whole
-programs and the share is one for all, so a few may have nothing to do: it is the least share with which all lanes find
-programs. Where that would leave too many idle (BUSY), or row tiles differ by CLASSES or more, there is one line for all
-(request, then KV head, then row tile).
+Requests of the same number of row tiles are a *class*. Each row tile of a class has a line of its own (a *lane*:
+request, then KV head), and lanes of a class have equally many programs, side by side. Programs of the same place in
+their lanes then walk the same keys at the same time, and what one of them brings from memory the others find in L2.
+The share is one for all, and lanes have whole programs, so that a few may have nothing to do. Where these would be too
+many (BUSY), or a request has CLASSES row tiles less than the widest, there is one line for all (request, then KV head,
+then row tile).
 
-A place is counted in tiles from the first program's first: program ``p`` is at ``p * share``, and each lane begins with a
-program.
+A *place* is counted in tiles from the first program's first: program ``p`` is at ``p * share``, and each lane begins
+with a program.
 
 Where a few items are long (ALIGNED), all wait for the program that holds the end of one and the beginning of the next:
 the second starts anew, with a query tile, page ids and a first tile to wait for. If a share of at most ALIGN_SLACK
 tiles more lets every item begin with a program of its own, items have so much room on the line.
 
-In batch-invariant mode there is one line, of *splits*: a fixed number of tiles of one item, counted from its first. None
-is cut, and each has a partial of its own, so that a row's sums do not depend on what else there is.
+In batch-invariant mode there is one line, of *splits*: a fixed number of tiles of one item, counted from its first.
+None is cut, and each has a partial of its own, so that a row's sums do not depend on what else there is.
 
 Outputs (int32):
 
@@ -38,10 +38,10 @@ Outputs (int32):
     class by class, the widest first, or all in their order where there is one line.
 ``spans [batch, 8]``
     Of each request, fields in the order of ``SPAN_*``. Counted in tokens from the first one that its pages hold: the
-    prefix, where some row begins to see it, from where every row sees it (a multiple of BLOCK_N, or the prefix). Then the
+    prefix, where some row begins to see it, from where every row sees it (a multiple of BLOCK_N, or the prefix). The
     nodes to compute: ``num_nodes``, or 0 where there is no key, or the request's addresses cannot hold what the layout
-    claims. Then the place of its first item, how far it is from there to the next row tile and to the next KV head, and
-    the share.
+    claims. The place of its first item, how far it is from there to the next row tile and to the next KV head, and the
+    share.
 ``arrivals [num_programs, 4]``
     0: words by which blocks of csrc's kernel find out who is last.
 """
@@ -139,9 +139,10 @@ def position_range(positions_ptr, first_row, nodes, prefix, COLUMNS: tl.constexp
 
 @triton.jit
 def share_of_lanes(lane_tiles, width, total, num_programs, min_share, BUSY: tl.constexpr):
-    """The least share with which the lanes of all classes find programs, or 0.
+    """A small share with which the lanes of all classes find programs, or 0 where all of those tried are too small.
 
-    Tried are the shares at which all but so many programs would be busy, if the work could be dealt in any portions.
+    Tried are those with which all but so many programs would be busy, could the work be dealt in any portions. (Of one
+    class the least share that fits is among them.)
     """
     idle = tl.arange(0, MAX_IDLE + 1)
     busy = num_programs - idle
@@ -248,10 +249,11 @@ def plan_kernel(
     row_tiles = tl.cdiv(nodes * GROUP, BLOCK_M)
     # 2^30 tiles are days of work, so more of them are a mistake in the lengths
     wide_total = tl.sum((row_tiles * KV_HEADS).to(tl.int64) * item_tiles, 0)
-    if wide_total > MAX_TILES:
-        nodes = nodes * 0
-        row_tiles = row_tiles * 0
-    total = tl.where(wide_total > MAX_TILES, 0, wide_total).to(tl.int32)
+    countable = wide_total <= MAX_TILES
+    total = tl.where(countable, wide_total, 0).to(tl.int32)
+    nodes = tl.where(countable, nodes, 0)
+    row_tiles = tl.where(countable, row_tiles, 0)
+    item_tiles = tl.where(countable, item_tiles, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), min_share)
     of_class = tl.arange(0, CLASSES)
     width = of_class * 0 + 1
@@ -261,7 +263,7 @@ def plan_kernel(
         widest = tl.max(row_tiles, 0)
         below = widest - row_tiles
         in_class = (below[None, :] == of_class[:, None]) & (row_tiles > 0)[None, :]
-        lane_tiles = tl.sum(tl.where(in_class, (item_tiles * KV_HEADS)[None, :], 0), 1)
+        lane_tiles = tl.sum(tl.where(in_class, item_tiles[None, :], 0), 1) * KV_HEADS
         fitting = share_of_lanes(lane_tiles, widest - of_class, total, num_programs, min_share, BUSY)
         in_lanes = fitting > 0
         share = tl.where(in_lanes, fitting, share)
@@ -358,7 +360,7 @@ def plan_kernel(
         tl.store(record + TURN_TILE_ROWS, tl.cdiv(nodes * GROUP, tl.maximum(row_tiles, 1)), mask=has_work)
         tl.store(record + TURN_FIRST, first, mask=has_work)
         tl.store(record + TURN_FULL, full, mask=has_work)
-        if wide_total > MAX_TILES:
+        if countable == 0:
             if tl.atomic_cas(status_ptr, 0, WORK_CODE) == 0:
                 tl.store(status_ptr + 1, 0)
                 tl.store(status_ptr + 2, MAX_TILES)
