@@ -28,8 +28,8 @@ SPILL_EXCEPTIONS: dict[str, tuple[int, str]] = {
         "prefix where it was looked at",
     ),
     "triton-*/sm_*/attention-*-unlike-strides": (
-        64,
-        "K and V caches of unlike strides need two sets of offsets; up to 56 bytes; not measured",
+        80,
+        "K and V caches of unlike strides need two sets of offsets; up to 72 bytes; not measured",
     ),
     "triton-3.9/sm_80/attention-bf16-d128-m128-*": (32, "up to 16 bytes, none under 3.6; not measured"),
     "triton-3.9/sm_10[03]/attention-bf16-d256-m64-*": (96, "the same accumulator, in tensor memory; not measured"),
@@ -43,7 +43,7 @@ SPILL_EXCEPTIONS: dict[str, tuple[int, str]] = {
         288,
         "FP8 cache and fresh K/V: an edge tile of each kind; 88 bytes on sm_90, none in the loop over the prefix",
     ),
-    "triton-3.6/sm_90/attention-*-unlike-dims": (160, "K of 192 dims is padded to 256; not measured"),
+    "triton-3.6/sm_90/attention-*-unlike-dims": (192, "K of 192 dims is padded to 256; not measured"),
     "triton-*/sm_80/attention-*-tree-part": (8, "one register of 128-row tiles; not measured"),
     "triton-*/sm_8*/attention-*-gpt-oss": (16, "a window on 128-row tiles; not measured"),
     "triton-*/sm_90/attention-*-mla*": (
@@ -52,8 +52,8 @@ SPILL_EXCEPTIONS: dict[str, tuple[int, str]] = {
         "of the time (docs/performance.md); the others are at the tree and outside",
     ),
     "triton-*/sm_*/attention-*-mla*": (136, "32 rows of 512; not measured"),
-    "triton-3.9/sm_8[69]/plan-gemma": (8, "one register, once a step"),
-    "triton-3.9/sm_120/plan-table-4096": (40, "ten numbers of each of 4096 requests in sixteen warps; not measured"),
+    "triton-*/sm_*/plan-*": (8, "one register, once a step"),
+    "triton-*/sm_*/plan-table-4096": (80, "ten numbers of each of 4096 requests in sixteen warps; not measured"),
     "triton-3.9/sm_103/finish-items": (8, "one register of 56, stored and loaded once a program; not measured"),
 }
 

@@ -110,6 +110,7 @@ BATCHES = st.lists(
 @example(batch=[(0, 40), (2, 3), (1, 40), (0, 20)], alike=False, group=4, programs=132, aligned=False)
 @example(batch=[(900, 40), (0, 0), (500, 3), (700, 40), (100, 3)], alike=False, group=4, programs=132, aligned=False)
 @example(batch=[(2**25, 40), (2**24, 3), (2**25, 9)], alike=False, group=4, programs=132, aligned=False)
+@example(batch=[(900, 40), (500, 3)] * 8, alike=False, group=4, programs=40, aligned=False)
 @example(batch=[(0, 0), (5, 0)], alike=False, group=1, programs=40, aligned=True)
 def test_every_tile_belongs_to_one_program(
     batch: list[tuple[int, int]], alike: bool, group: int, programs: int, aligned: bool
