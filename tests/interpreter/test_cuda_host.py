@@ -870,9 +870,9 @@ def test_fp8_inf_and_nan_come_through(turn: int, heads: tuple[int, int]) -> None
     if kv_dtype == E5M2:
         odd[130, :, 5], odd[9, :, 64] = float("inf"), float("-inf")
     outs = []
-    for given in (case, case.with_content(v=(odd,))):
-        step = treeattn.plan(given.layout(), given.kv(), **group_of(given), backend="triton")
-        out = treeattn.tree_attention(given.q, given.k_cache, given.v_cache, step, **call_of(given))
+    for one in (case, case.with_content(v=(odd,))):
+        step = treeattn.plan(one.layout(), given.kv(), **group_of(given), backend="triton")
+        out = treeattn.tree_attention(one.q, given.k_cache, given.v_cache, step, **call_of(given))
         assert isinstance(out, torch.Tensor)
         outs.append(out)
     plain, out = outs
