@@ -871,8 +871,8 @@ def test_fp8_inf_and_nan_come_through(turn: int, heads: tuple[int, int]) -> None
         odd[130, :, 5], odd[9, :, 64] = float("inf"), float("-inf")
     outs = []
     for one in (case, case.with_content(v=(odd,))):
-        step = treeattn.plan(one.layout(), given.kv(), **group_of(given), backend="triton")
-        out = treeattn.tree_attention(one.q, given.k_cache, given.v_cache, step, **call_of(given))
+        step = treeattn.plan(one.layout(), one.kv(), **group_of(one), backend="triton")
+        out = treeattn.tree_attention(one.q, one.k_cache, one.v_cache, step, **call_of(one))
         assert isinstance(out, torch.Tensor)
         outs.append(out)
     plain, out = outs
