@@ -155,6 +155,9 @@ def lanes_go_side_by_side(step: Step, prefixes: list[int], nodes: list[int], ali
     allowed = []
     if aligned:
         for larger in range(balanced, balanced + kernel.ALIGN_SLACK.value + 1):
+            slack = larger - balanced
+            if slack > 3 and slack * kernel.ALIGN_PART.value > balanced:
+                continue
             if sum(KV_HEADS * rows * -(-tiles // larger) for rows, tiles in shapes) <= step.num_programs:
                 allowed.append(larger)
     assert share == (allowed[0] if allowed else balanced)

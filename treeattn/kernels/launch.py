@@ -27,16 +27,16 @@ from .finish import finish_kernel
 from .packed import PackedLaunch, pack
 from .plan import plan_kernel
 
-PLAN_BLOCK = 16  # programs of the attention kernel that one program of the plan places
-PLAN_ELEMENTS = 8192  # programs times requests that stay in the registers of four warps; a wider batch takes sixteen
+PLAN_BLOCK = 4  # programs of the attention kernel that one program of the plan places
+PLAN_ELEMENTS = 8192  # programs times requests that a program of the plan looks at together
 MAX_CLASSES = 16  # numbers of row tiles in a batch, the most and below, up to which there are lanes
-CLASS_ELEMENTS = 2048  # classes times requests that the plan holds at most
+CLASS_ELEMENTS = 2048  # classes times requests, at most: each class has code of its own
 ZERO_ROWS = 8  # query rows that one program of the finish kernel looks at for padding
 FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: latency counts there, not their number
 INVARIANT_ROWS, INVARIANT_PARTS = 2, 8  # rows and parts of a merge in batch-invariant mode
 MERGE_DIMS = 128  # that one program of the finish kernel merges of a row: wide rows are merged by several at once
 MERGE_ELEMENTS = 4096  # of partials that the one warp of a finish program has in flight: 128 registers of a thread
-POSITIONS = 4096  # of nodes that a program of the plan looks at together
+POSITIONS = 256  # of nodes that a warp of the plan looks at together
 PARTS = {"all": 0, "prefix": 1, "tree": 2}
 FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 LOG2_E = 1.4426950408889634
@@ -170,7 +170,7 @@ def plan_launch(step: Step) -> Launch:
     block_b = max(16, next_power_of_2(layout.batch))
     block_p = max(1, min(PLAN_BLOCK, PLAN_ELEMENTS // block_b))
     row_tiles = triton.cdiv(layout.max_q_len * step.group, config.block_m)  # of a request, at most
-    warps = 4 if block_p == PLAN_BLOCK else 16
+    warps = min(16, max(1, block_b // 64))  # of 64 requests one: its sums cross no shared memory
     arguments = {
         "prefix_lens_ptr": layout.prefix_lens,
         "num_nodes_ptr": layout.num_nodes,
@@ -207,7 +207,7 @@ def plan_launch(step: Step) -> Launch:
         "CLASSES": max(1, min(MAX_CLASSES, next_power_of_2(row_tiles), CLASS_ELEMENTS // block_b)),
         "BLOCK_B": block_b,
         "BLOCK_P": block_p,
-        "COLUMNS": max(1, min(16, POSITIONS // block_b)),
+        "COLUMNS": max(1, POSITIONS * warps // block_b),
     }
     grid = (triton.cdiv(step.num_programs, block_p),)
     return Launch(plan_kernel, grid, layout.device, arguments, {"num_warps": warps})

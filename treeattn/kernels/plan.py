@@ -21,8 +21,8 @@ A *place* is counted in tiles from the first program's first: program ``p`` is a
 with a program.
 
 Where a few items are long (ALIGNED), all wait for the program that holds the end of one and the beginning of the next:
-the second starts anew, with a query tile, page ids and a first tile to wait for. If a share of at most ALIGN_SLACK
-tiles more lets every item begin with a program of its own, items have so much room on the line.
+the second starts anew, with a query tile, page ids and a first tile to wait for. If a share of a few tiles more
+(ALIGN_SLACK) lets every item begin with a program of its own, items have so much room on the line.
 
 In batch-invariant mode there is one line, of *splits*: a fixed number of tiles of one item, counted from its first.
 None is cut, and each has a partial of its own, so that a row's sums do not depend on what else there is.
@@ -91,7 +91,8 @@ SPAN_HEAD_STEP = tl.constexpr(6)
 SPAN_SHARE = tl.constexpr(7)
 MAX_TILES = tl.constexpr(0x3FFFFFFF)  # places are int32, and idle programs have some too
 MAX_IDLE = tl.constexpr(63)  # programs that lanes may leave idle, whatever BUSY says
-ALIGN_SLACK = tl.constexpr(3)  # tiles; an item that begins inside a program costs about three
+ALIGN_SLACK = tl.constexpr(15)  # tiles, at most; an item that begins inside a program costs about three
+ALIGN_PART = tl.constexpr(7)  # and the most programs wait for it: more than three are given if they are so small a part
 PART_PREFIX = tl.constexpr(1)
 PART_TREE = tl.constexpr(2)
 
@@ -138,8 +139,11 @@ def position_range(positions_ptr, first_row, nodes, prefix, COLUMNS: tl.constexp
 
 
 @triton.jit
-def share_of_lanes(lane_tiles, width, total, num_programs, min_share, BUSY: tl.constexpr):
-    """A small share with which the lanes of all classes find programs, or 0 where all of those tried are too small.
+def share_of_lanes(
+    row_tiles, item_tiles, widest, spread, total, num_programs, min_share,
+    KV_HEADS: tl.constexpr, BUSY: tl.constexpr, CLASSES: tl.constexpr,
+):  # fmt: skip
+    """A small share with which the lanes of all classes find programs, or MAX_TILES where none of those tried will do.
 
     Tried are those with which all but so many programs would be busy, could the work be dealt in any portions. (Of one
     class the least share that fits is among them.)
@@ -147,13 +151,17 @@ def share_of_lanes(lane_tiles, width, total, num_programs, min_share, BUSY: tl.c
     idle = tl.arange(0, MAX_IDLE + 1)
     busy = num_programs - idle
     shares = tl.maximum(tl.cdiv(total, tl.maximum(busy, 1)), min_share)
-    programs = tl.sum(tl.cdiv(lane_tiles[None, :], shares[:, None]) * width[None, :], 1)
-    # all work is in a class
-    fits = (programs <= num_programs) & (tl.sum(lane_tiles * width, 0) == total)
-    share = tl.min(tl.where(fits & (busy * 16 >= num_programs * BUSY), shares, MAX_TILES), 0)
-    # with as many programs a lane, none needs more than this
-    even = tl.max(tl.cdiv(lane_tiles, tl.maximum(tl.cdiv(lane_tiles, share), 1)), 0)
-    return tl.where(share < MAX_TILES, tl.maximum(even, min_share), 0)
+    programs = idle * 0
+    even = programs + min_share  # what a program needs at most, with as many of them
+    for below in tl.static_range(CLASSES):
+        if below <= spread:
+            in_class = (row_tiles == widest - below) & (row_tiles > 0)
+            lane_tiles = tl.sum(tl.where(in_class, item_tiles, 0), 0) * KV_HEADS
+            lane_programs = tl.cdiv(lane_tiles, shares)
+            programs += lane_programs * (widest - below)
+            even = tl.maximum(even, tl.cdiv(lane_tiles, tl.maximum(lane_programs, 1)))
+    fits = (programs <= num_programs) & (busy * 16 >= num_programs * BUSY) & (spread < CLASSES)
+    return tl.min(tl.where(fits, even, MAX_TILES), 0)
 
 
 @triton.jit(do_not_specialize=["batch", "max_pages", "num_programs", "min_share", "window_left"])
@@ -255,55 +263,67 @@ def plan_kernel(
     row_tiles = tl.where(countable, row_tiles, 0)
     item_tiles = tl.where(countable, item_tiles, 0)
     share = tl.maximum(tl.cdiv(total, num_programs), min_share)
-    of_class = tl.arange(0, CLASSES)
-    width = of_class * 0 + 1
-    narrower = row_tiles * 0  # than the widest: the class of a request
+    widest = tl.max(row_tiles, 0)
+    spread = share * 0  # classes with lanes, less one
     in_lanes = share < 0
     if SPLIT == 0:
-        widest = tl.max(row_tiles, 0)
-        below = widest - row_tiles
-        in_class = (below[None, :] == of_class[:, None]) & (row_tiles > 0)[None, :]
-        lane_tiles = tl.sum(tl.where(in_class, item_tiles[None, :], 0), 1) * KV_HEADS
-        fitting = share_of_lanes(lane_tiles, widest - of_class, total, num_programs, min_share, BUSY)
-        in_lanes = fitting > 0
+        spread = widest - tl.min(tl.where(row_tiles > 0, row_tiles, widest), 0)
+        fitting = share_of_lanes(
+            row_tiles, item_tiles, widest, spread, total, num_programs, min_share, KV_HEADS, BUSY, CLASSES
+        )
+        in_lanes = (fitting < MAX_TILES) & (total > 0)
         share = tl.where(in_lanes, fitting, share)
-        width = tl.where(in_lanes, widest - of_class, 1)
-        narrower = tl.where(in_lanes, below, 0)
+        spread = tl.where(in_lanes, spread, 0)
     on_line = tl.where(in_lanes, tl.minimum(row_tiles, 1), row_tiles)  # row tiles of a request on one line
     held = item_tiles  # by an item, on the line
     aligned = share * 0
     if ALIGNED:
         slack = tl.arange(0, ALIGN_SLACK + 1)
         parts = tl.cdiv(item_tiles[None, :], share + slack[:, None]) * (row_tiles * KV_HEADS)[None, :]
-        least = tl.min(tl.where(tl.sum(parts, 1) <= num_programs, slack, ALIGN_SLACK + 1), 0)
+        few = (slack <= 3) | (slack * ALIGN_PART <= share)
+        least = tl.min(tl.where(few & (tl.sum(parts, 1) <= num_programs), slack, ALIGN_SLACK + 1), 0)
         if least <= ALIGN_SLACK:
             aligned += 1
             share += least
             held = tl.cdiv(item_tiles, share) * share
     tiles = on_line * KV_HEADS * held
-    in_class = (narrower[None, :] == of_class[:, None]) & (row_tiles > 0)[None, :]
-    # a line of each class, behind each other; the upper halves count requests, the lower ones tiles
-    counted = tl.where(in_class, tiles.to(tl.int64)[None, :] + (1 << 32), 0)
-    class_counts = tl.sum(counted, 1)
-    class_begin = tl.cumsum(class_counts, 0) - class_counts
-    behind = tl.sum(tl.where(in_class, tl.cumsum(counted, 1) + class_begin[:, None], 0), 0)
-    turn = (behind >> 32).to(tl.int32) - 1  # -1 without work
-    end = behind.to(tl.int32)
-    lane_tiles = class_counts.to(tl.int32)
-    lane_begin = class_begin.to(tl.int32)
-    lane_programs = tl.cdiv(lane_tiles, share)
-    class_end = tl.cumsum(lane_programs * width, 0)
-    first_program = class_end - lane_programs * width
-
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     live = p < num_programs
-    mine = tl.sum((class_end[None, :] <= p[:, None]).to(tl.int32), 1)[:, None] == of_class[None, :]
-    at = p - pick(mine, first_program)
-    my_programs = tl.maximum(pick(mine, lane_programs), 1)
-    lane = at // my_programs
-    on_lane = (at - lane * my_programs) * share
-    left = tl.minimum(pick(mine, lane_tiles) - on_lane, share)  # 0 behind the last class
-    start = on_lane + pick(mine, lane_begin)
+    # a line of each class, behind each other; the upper halves count requests, the lower ones tiles
+    counted = tiles.to(tl.int64) + (1 << 32)
+    behind = counted * 0
+    moved = tiles * 0  # from the line to places
+    lane_step = held * 0
+    line_begin = tl.sum(behind, 0)
+    class_begin = share * 0  # its first program
+    my_first = p * 0  # of the class of each program: that, its programs a lane, tiles of a lane, and where they begin
+    my_programs = p * 0 + 1
+    my_tiles = p * 0
+    my_begin = p * 0
+    for below in tl.static_range(CLASSES):
+        if below <= spread:
+            in_class = ((row_tiles == widest - below) | (in_lanes == 0)) & (row_tiles > 0)
+            of_class = tl.where(in_class, counted, 0)
+            behind = tl.where(in_class, tl.cumsum(of_class, 0) + line_begin, behind)
+            count = tl.sum(of_class, 0)
+            lane_tiles = count.to(tl.int32)
+            lane_programs = tl.cdiv(lane_tiles, share)
+            moved = tl.where(in_class, class_begin * share - line_begin.to(tl.int32), moved)
+            lane_step = tl.where(in_class, lane_programs * share, lane_step)
+            mine = p >= class_begin
+            my_first = tl.where(mine, class_begin, my_first)
+            my_programs = tl.where(mine, tl.maximum(lane_programs, 1), my_programs)
+            my_tiles = tl.where(mine, lane_tiles, my_tiles)
+            my_begin = tl.where(mine, line_begin.to(tl.int32), my_begin)
+            line_begin += count
+            class_begin += lane_programs * tl.where(in_lanes, widest - below, 1)
+    turn = (behind >> 32).to(tl.int32) - 1  # -1 without work
+    end = behind.to(tl.int32)
+
+    lane = (p - my_first) // my_programs
+    on_lane = (p - my_first - lane * my_programs) * share
+    left = tl.where(p < class_begin, tl.minimum(my_tiles - on_lane, share), 0)
+    start = on_lane + my_begin
     before = (end[None, :] <= start[:, None]) & (turn >= 0)[None, :]
     my_turn = tl.sum(before.to(tl.int32), 1)
     mine = turn[None, :] == my_turn[:, None]
@@ -344,8 +364,6 @@ def plan_kernel(
         tl.store(span + SPAN_FIRST, first, mask=in_batch)
         tl.store(span + SPAN_FULL, full, mask=in_batch)
         tl.store(span + SPAN_NODES, nodes, mask=in_batch)
-        moved = tl.sum(tl.where(in_class, (first_program * share - lane_begin)[:, None], 0), 0)
-        lane_step = tl.sum(tl.where(in_class, (lane_programs * share)[:, None], 0), 0)
         tl.store(span + SPAN_PLACE, end - tiles + moved, mask=in_batch)
         tl.store(span + SPAN_ROW_STEP, tl.where(in_lanes, lane_step, held), mask=in_batch)
         tl.store(span + SPAN_HEAD_STEP, on_line * held, mask=in_batch)
