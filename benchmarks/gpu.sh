@@ -4,10 +4,10 @@
 #   REV=$(git rev-parse HEAD) OUT=benchmarks/results bash benchmarks/gpu.sh bench tests sanitize check demo
 #
 # bench     treeattn bench gqa step -> h200-gqa.json (FlashAttention-3 beside it where flash_attn_interface imports)
-# mla       treeattn bench mla -> h200-mla.json (FlashMLA beside it where flash_mla imports)
+# mla       treeattn bench mla -> h200-mla.json (FlashMLA and SGLang's Triton path beside it where they import)
 # fp8       treeattn bench fp8 -> h200-fp8.json, each shape with a bf16 and an e4m3 cache
 # further   treeattn bench ragged pages shapes -> h200-further.json, with the peers that import
-# kimi      treeattn bench kimi -> h200-kimi.json, the attention of a verify step of Kimi K2.6 on one GPU of eight
+# kimi      treeattn bench kimi -> h200-kimi.json, the attention of a verify step of Kimi K2.6 on one GPU of eight, as mla
 # tests     the test suite on the GPU -> gpu-tests.json
 # sanitize  compute-sanitizer memcheck on a small run of each kernel
 # sanitize-cuda  memcheck and racecheck on a small run of the kernels of csrc
@@ -15,11 +15,18 @@
 # demo      draft trees through a CUDA graph: float32 exact, bfloat16 with the first divergence, and without a graph
 #
 # Each stage prints its seconds and exit status; the script fails if one did. Peers: PEERS=folder that holds fa3/ and
-# flash_mla_pkg/; others (flashinfer, sglang) are found where they are installed or on PYTHONPATH.
+# flash_mla_pkg/; others (flashinfer, sglang) are found where they are installed or on PYTHONPATH, SGLang's kernel also in
+# SGLANG_SITE, a folder where sglang_pack.py has unpacked it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 : "${OUT:=benchmarks/results}" "${REV:=$(git rev-parse HEAD 2>/dev/null || echo unknown)}" "${CASES:=2000}"
 export PYTHONPATH="$PWD${PEERS:+:$PEERS/fa3:$PEERS/flash_mla_pkg}${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TREEATTN_GIT_REV="$REV"
+run=(python3 -m treeattn) sglang=()
+if [ -n "${SGLANG_SITE:-}" ]; then
+  run=(python3 benchmarks/with_sglang.py "$SGLANG_SITE") sglang=(sglang_extend)
+elif python3 -c "import sglang" 2>/dev/null; then
+  sglang=(sglang_extend)
+fi
 failed=0
 
 stage() {
@@ -36,7 +43,7 @@ for name in "${@:-bench}"; do
   case $name in
     bench) stage bench python3 -m treeattn bench gqa step --out "$OUT/h200-gqa.json" ;;
     mla | kimi)
-      stage "$name" python3 -m treeattn bench "$name" --providers treeattn_cuda treeattn_triton flashmla_causal \
+      stage "$name" "${run[@]}" bench "$name" --providers treeattn_cuda treeattn_triton flashmla_causal "${sglang[@]}" \
         --out "$OUT/h200-$name.json"
       ;;
     further) stage further python3 -m treeattn bench ragged pages shapes --out "$OUT/h200-further.json" ;;

@@ -14,6 +14,7 @@ from treeattn.graphs import capture
 __all__ = ["Timing", "measure_ceilings", "time_calls", "time_graph", "time_host"]
 
 REPLAYS = 15
+FEWEST_REPLAYS, ENOUGH_S = 3, 1.5  # of a graph that takes long: the most replays that end within this, or the fewest
 FEWEST_CALLS = 8
 
 
@@ -48,8 +49,12 @@ def time_graph(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Ti
             call()
 
     graph, _ = capture(each, warm_up=some)
-    for _ in range(2):
-        graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    replays = min(replays, max(FEWEST_REPLAYS, int(ENOUGH_S / (time.perf_counter() - begin_s))))
     new_event: Callable[[], Any] = functools.partial(torch.cuda.Event, enable_timing=True)
     events = [(new_event(), new_event()) for _ in range(replays)]
     for begin, end in events:
