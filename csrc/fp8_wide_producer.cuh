@@ -137,11 +137,12 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
 
   // Number `i` of this thread's four pieces of half a tile in a slot: of its first row two, then of the other.
   static __device__ __forceinline__ void take(u32 (&numbers)[4], u32 half, u32 i) {
-    const u32 at = (half ^ i % 2 * OTHER_PIECE) + i / 2 * (8 * 128);
-    load_shared_16(numbers, at);
-#if TREEATTN_CANARY  // what is read before it has come shows as NaN
-    store_shared_16(at, ~0u, ~0u, ~0u, ~0u);
-#endif
+    load_shared_16(numbers, (half ^ i % 2 * OTHER_PIECE) + i / 2 * (8 * 128));
+  }
+
+  static __device__ __forceinline__ void take_all(u32 (&numbers)[4][4], u32 half) {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) take(numbers[i], half, i);
   }
 
   // To its place in a half stage of the ring, as numbers of T.
@@ -154,20 +155,31 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
 
   // This warp's rows of a tile that has come to their places in the ring. V is on its way to registers while K is made.
   __device__ __forceinline__ void bring(u32 begin) {
+#if TREEATTN_CANARY
+    constexpr bool EARLY = false;  // a ring that is spoiled takes the registers
+#else
+    constexpr bool EARLY = true;
+#endif
     u32 numbers[4][4];
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) take(numbers[i], begin, i);
+    if (EARLY) take_all(numbers, begin);
     u32 stage = this->wait_empty(0);
     this->template spoil<4>(stage, warp);
+    if (!EARLY) take_all(numbers, begin);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
       put(stage, numbers[i], i);
-      take(numbers[i], begin + HALF_BYTES, i);
+      if (EARLY) take(numbers[i], begin + HALF_BYTES, i);
     }
     stage = this->wait_empty(1);
     this->template spoil<4>(stage, warp);
+    if (!EARLY) take_all(numbers, begin + HALF_BYTES);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) put(stage, numbers[i], i);
+#if TREEATTN_CANARY  // what is read before it has come shows as NaN
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i)
+      store_shared_16((begin ^ i % 2 * OTHER_PIECE) + i / 2 % 2 * (8 * 128) + i / 4 * HALF_BYTES, ~0u, ~0u, ~0u, ~0u);
+#endif
     if (p.page_rows != 0) fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
