@@ -20,7 +20,7 @@ namespace treeattn {
 // FP8: of the caches. The ring has their numbers as T, each worth the item's scale of it, and fresh rows as they are. Sums of
 // V count in numbers of the cache until the first tile with fresh rows.
 // Io: of Q and out. Where it is bf16 and T float16, Q is multiplied as float16 times a power of two, which the greatest number
-// of a warp's rows gives: as exact as float16 is. There are no fresh rows then.
+// of a warp's rows gives: as exact as float16 is, but for rows 2^20 smaller than others. There are no fresh rows then.
 template <class T, int HEAD_DIM, int CONSUMERS, int KEYS, int STAGES, int Q_STEPS, int OPTIONS,
           class Memories = Shared<HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS>, bool FP8 = false, class Io = T>
 struct Consumer {

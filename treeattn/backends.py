@@ -16,10 +16,10 @@ BACKENDS = ("reference", "torch", "triton", "cuda")
 INTERPRETER_PROGRAMS = 6  # few, since each costs 10 ms there; items are cut, and 2, 3 and 6 row tiles make lanes
 HOPPER = 90
 """Compute capability, times ten, of the chips that the kernels of ``csrc`` are for."""
-SHORT_KEYS = 8192
-"""Keys of one request up to which Triton's kernels are the faster ones where a step is a single item."""
-ITEM_ROWS = 192
-"""Packed rows of an item of the CUDA kernels, at most."""
+SHORT_KEYS, SHORTER_KEYS = 8192, 3072
+"""Keys of one request up to which Triton's kernels are the faster ones where a step is a single item, or a few."""
+ITEM_ROWS, WIDE_ROWS, FEW_ITEMS = 192, 129, 8
+"""Packed rows of an item of the CUDA kernels, at most, and of one that takes three warpgroups; items that are a few."""
 
 
 class Size(NamedTuple):
@@ -66,12 +66,15 @@ def choose_backend(
     if arch != HOPPER or not cuda_works or missing("cuda", device_type, asked) is not None:
         return "triton"
     # In the rows of h200-gqa.json, h200-mla.json and h200-fp8.json the CUDA kernels take at most 1.04 of Triton's time,
-    # but for one, (1, 17, 2048, 8/1): 1.24, 10.7 µs against 8.6. It is one item of 32 tiles; at a prefix of 16384 the
-    # same item takes 0.88, and a line between the two crosses 1 at 11,500 keys.
+    # but for two of 136 packed rows and a prefix of 2048: (1, 17, 2048, 8/1), one item, 1.49, 10.5 µs against 7.1, and
+    # (1, 17, 2048, 64/8), eight items, 1.08. At a prefix of 16384 they take 0.89 and 0.75; lines between cross 1 at
+    # 11,500 and 3,400 keys.
     geometry = asked.geometry
-    if size is not None and not geometry.shared_kv and size.room <= SHORT_KEYS:
-        rows = size.max_q_len * geometry.group
-        if size.requests * geometry.num_kv_heads == 1 and rows <= ITEM_ROWS:
+    if size is not None and not geometry.shared_kv and size.requests == 1:
+        rows, items = size.max_q_len * geometry.group, geometry.num_kv_heads
+        if items == 1 and rows <= ITEM_ROWS and size.room <= SHORT_KEYS:
+            return "triton"
+        if items <= FEW_ITEMS and WIDE_ROWS <= rows <= ITEM_ROWS and size.room <= SHORTER_KEYS:
             return "triton"
     return "cuda"
 

@@ -129,7 +129,7 @@ class HostAttention:
         at = [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, k_tree, v_tree, out, lse, sinks)]
         maps = self.maps.of(at[1], at[2], k.shape[0])
         fill(memoryview(self.params).cast("B"), maps, *at, scale, cap, scale_at(k_scale), scale_at(v_scale))
-        name = variant_of(self.step, config, cap > 0).name.encode()
+        name = variant_of(self.step, config, cap > 0, k_tree is not None).name.encode()
         address, schedule = ctypes.addressof(self.params), next(SCHEDULES)
         done = self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps, schedule)
         assert done, f"a standstill (schedule {schedule})"
@@ -854,6 +854,25 @@ def test_fp8_beside_fresh_numbers_that_float16_has_not(what: str, heads: tuple[i
     large[300:] *= 2.0**20
     verdict = check_case(dataclasses.replace(case.with_content(**{what: (large,)}), sm_scale=1e-6), "triton")
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("heads", [(4, 1), (8, 1)], ids=["one-consumer", "wide"])
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.usefixtures("on_host_fp8")
+def test_fp8_fresh_rows_come_with_a_call_whose_step_has_none(turn: int, heads: tuple[int, int]) -> None:
+    """The last page has room for the nodes, whose rows there are not read."""
+    case = cached({"q_lens": [17], "prefixes": [300], "heads": heads, "page_size": 64, "tree_kv": "fresh"}, turn)
+    outs = []
+    for fresh_tree in (True, False):
+        group = {**group_of(case), "fresh_tree": fresh_tree}
+        step = treeattn.plan(case.layout(), case.kv(), **group, backend="triton")
+        fresh = {"k_tree": case.k_tree, "v_tree": case.v_tree}
+        out = treeattn.tree_attention(case.q, case.k_cache, case.v_cache, step, **call_of(case), **fresh)
+        assert isinstance(out, torch.Tensor)
+        assert out.isfinite().all()
+        outs.append(out)
+    assert torch.equal(*outs)
 
 
 @CANARY_ONLY

@@ -107,7 +107,7 @@ def fp8_tile_rows(rows: int) -> int:
 
     One tile of `FP8_ROWS` if it holds them: their warpgroup widens K and V for itself. Else the tiles of 64-row
     warpgroups that a cache of 16 bits takes (`consumers_for`), whose producer widens K and V once for all: two
-    warpgroups that each did it for 72 rows took 1.25 to 1.37 times as long as with 16 bits (h200-fp8.json).
+    warpgroups that each did it for 72 rows took 1.23 to 1.35 times as long as with 16 bits (docs/performance.md).
     """
     return next((tile for tile in FP8_ROWS if rows <= tile), 64 * consumers_for(rows))
 
@@ -132,8 +132,13 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
     return KernelConfig(64 * consumers, KEYS, geometry.head_dim, 4 * (consumers + 1), 6, blocks, 2, reason)
 
 
-def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -> Variant:
-    """The kernel that a configuration stands for, for calls with a soft cap or without."""
+def variant_of(
+    geometry: Geometry, config: KernelConfig, capped: bool = False, fresh: bool | None = None
+) -> Variant:  # fmt: skip
+    """The kernel that a configuration stands for, for calls with a soft cap or without, with fresh rows or without.
+
+    `fresh` is what the geometry says by default; a call may bring fresh rows though the geometry has none.
+    """
     if geometry.shared_kv:
         cached = FP8_NAMES.get(geometry.kv_dtype, "")
         return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, 1, config.block_n, cached=cached)
@@ -141,5 +146,10 @@ def variant_of(geometry: Geometry, config: KernelConfig, capped: bool = False) -
     if cached and config.block_m in FP8_ROWS:
         return Variant(dtype, geometry.head_dim, 1, config.block_n, cached=cached, rows=config.block_m)
     options = WINDOW + CAP if capped else WINDOW if geometry.window_left >= 0 else 0
-    fresh = bool(cached) and geometry.dtype == torch.bfloat16 and geometry.fresh_tree
+    if config.block_m % 64 != 0:
+        tiles = f"{', '.join(map(str, FP8_ROWS))} or a multiple of 64" if cached else "a multiple of 64"
+        raise NotImplementedError(
+            f"backend 'cuda' has row tiles of {tiles} rows here, got {config.block_m}; backend='triton' takes any tile"
+        )
+    fresh = (geometry.fresh_tree if fresh is None else fresh) and bool(cached) and geometry.dtype == torch.bfloat16
     return Variant(dtype, geometry.head_dim, config.block_m // 64, config.block_n, options, cached, fresh=fresh)

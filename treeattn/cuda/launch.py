@@ -98,14 +98,20 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def prepare(step: Step, capped: bool = False) -> Function:
-    """Load the kernel of a step, for calls with a soft cap or without, once; see :func:`load`."""
+def prepare(step: Step, capped: bool = False, fresh: bool | None = None) -> Function:
+    """Load the kernel of a step, for calls with a soft cap or without, once; see :func:`load`.
+
+    And with fresh rows or without: both, where `fresh` is not known yet, as a capture loads none.
+    """
     if step.config is None:
         raise ValueError("a step of the cuda backend has a configuration")
-    key = "cuda-capped" if capped else "cuda"
+    if fresh is None:
+        prepare(step, capped, not step.fresh_tree)
+        fresh = step.fresh_tree
+    key = "cuda" + "-capped" * capped + "-fresh" * fresh
     function: Function | None = step.launches.get(key)
     if function is None:
-        function = load(variant_of(step, step.config, capped), index_of(step.layout.device), asked_macros())
+        function = load(variant_of(step, step.config, capped, fresh), index_of(step.layout.device), asked_macros())
         step.launches[key] = function
     return function
 
@@ -330,7 +336,7 @@ class AttentionLaunch:
         if step.config is None:
             raise ValueError("a step of the cuda backend has a configuration")
         self.device_index = index_of(step.layout.device)
-        self.function = prepare(step, scoring.logits_soft_cap > 0)
+        self.function = prepare(step, scoring.logits_soft_cap > 0, k_tree is not None)
         self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
         self.maps = CacheMaps(step, cache_strides)
         self.template = params_of(step, q, k_tree, v_tree, out, lse, scoring, cache_strides, zero_tail)

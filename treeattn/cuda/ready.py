@@ -30,9 +30,10 @@ def load_every(geometry: Geometry, config: KernelConfig, device: torch.device) -
     if (index, macros) in failed:
         return False
     try:
-        load(variant_of(geometry, config), index, macros)
-        if missing("cuda", "cuda", Asked(geometry, logits_soft_cap=1.0)) is None:
-            load(variant_of(geometry, config, capped=True), index, macros)
+        caps = (False, True) if missing("cuda", "cuda", Asked(geometry, logits_soft_cap=1.0)) is None else (False,)
+        variants = (variant_of(geometry, config, capped, fresh) for capped in caps for fresh in (False, True))
+        for variant in dict.fromkeys(variants):
+            load(variant, index, macros)
     except NotLoadedError:
         return False
     except BuildError as error:
