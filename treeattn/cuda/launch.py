@@ -108,11 +108,11 @@ def prepare(step: Step, capped: bool = False, fresh: bool | None = None) -> Func
     if fresh is None:
         prepare(step, capped, not step.fresh_tree)
         fresh = step.fresh_tree
-    key = "cuda" + "-capped" * capped + "-fresh" * fresh
-    function: Function | None = step.launches.get(key)
+    variant = variant_of(step, step.config, capped, fresh)  # most geometries have one for both
+    function: Function | None = step.launches.get(variant.name)
     if function is None:
-        function = load(variant_of(step, step.config, capped, fresh), index_of(step.layout.device), asked_macros())
-        step.launches[key] = function
+        function = load(variant, index_of(step.layout.device), asked_macros())
+        step.launches[variant.name] = function
     return function
 
 
