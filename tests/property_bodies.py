@@ -17,6 +17,7 @@ from settings_of_tests import Setting, same_bits
 
 import treeattn
 from treeattn.testing import Case, Placement, check_case, judge, rebuild, relabel, truth
+from treeattn.testing.run import call_of, group_of
 
 Recipe = dict[str, Any]
 PLACEMENTS = {
@@ -332,3 +333,27 @@ PROPERTIES: dict[str, Callable[[Setting, Recipe], None]] = {
         mask_forms_agree, fresh_equals_cached, words_describe_the_tree,
     )
 }  # fmt: skip
+
+
+def inf_and_nan_of_v_come_through(case: Case, backend: str) -> None:
+    """In the dims where they are, and no others: one request with a prefix of 300, an FP8 cache of head dim 128."""
+    (content,) = case.content_v
+    has_inf = case.options.kv_dtype == torch.float8_e5m2
+    odd = content.clone()
+    odd[5, :, 3] = odd[70, :, 77] = odd[299, :, 127] = float("nan")
+    if has_inf:
+        odd[130, :, 5], odd[9, :, 64] = float("inf"), float("-inf")
+    outs = []
+    for one in (case, case.with_content(v=(odd,))):
+        step = treeattn.plan(one.layout(), one.kv(), **group_of(one), backend=backend)
+        out = treeattn.tree_attention(one.q, one.k_cache, one.v_cache, step, **call_of(one))
+        assert isinstance(out, torch.Tensor)
+        outs.append(out)
+    plain, out = outs
+    others = torch.ones(128, dtype=torch.bool, device=out.device)
+    others[[3, 5, 64, 77, 127]] = False
+    assert out[..., [3, 77, 127]].isnan().all()
+    assert torch.equal(out[..., others], plain[..., others])
+    if has_inf:
+        assert (out[..., 5] == float("inf")).all()
+        assert (out[..., 64] == float("-inf")).all()

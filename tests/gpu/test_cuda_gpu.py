@@ -16,6 +16,7 @@ from option_bodies import (
     merged_parts_are_the_whole,
     rows_do_not_depend_on_the_batch,
 )
+from property_bodies import inf_and_nan_of_v_come_through
 from repeated_calls import RepeatedCalls
 from settings_of_tests import Setting
 
@@ -25,7 +26,6 @@ from treeattn.cuda.config import KEYS, MLA_DIMS, Variant
 from treeattn.cuda.launch import load
 from treeattn.driver import LOCAL_BYTES
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
-from treeattn.testing.run import call_of, group_of
 
 REASON = treeattn.available_backends("cuda")["cuda"]
 pytestmark = [
@@ -295,25 +295,7 @@ def test_fp8_inf_and_nan_come_through(turn: int, heads: tuple[int, int]) -> None
     case = build_case([draw_tree("recent", 17, rng)], [300], q_lens=[17], heads=heads, head_dim=128, dtype=dtype,
                       device="cuda", placement=Placement(page_size=(64, 1)[turn // 4]),
                       options=Options(kv_dtype=kv_dtype, scales="heads"), seed=1)  # fmt: skip
-    (content,) = case.content_v
-    odd = content.clone()
-    odd[5, :, 3] = odd[70, :, 77] = odd[299, :, 127] = float("nan")
-    if kv_dtype == E5M2:
-        odd[130, :, 5], odd[9, :, 64] = float("inf"), float("-inf")
-    outs = []
-    for given in (case, case.with_content(v=(odd,))):
-        step = treeattn.plan(given.layout(), given.kv(), **group_of(given), backend="cuda")
-        out = treeattn.tree_attention(given.q, given.k_cache, given.v_cache, step, **call_of(given))
-        assert isinstance(out, torch.Tensor)
-        outs.append(out)
-    plain, out = outs
-    others = torch.ones(128, dtype=torch.bool, device=out.device)
-    others[[3, 5, 64, 77, 127]] = False
-    assert out[..., [3, 77, 127]].isnan().all()
-    assert torch.equal(out[..., others], plain[..., others])
-    if kv_dtype == E5M2:
-        assert (out[..., 5] == float("inf")).all()
-        assert (out[..., 64] == float("-inf")).all()
+    inf_and_nan_of_v_come_through(case, "cuda")
 
 
 MLA_SHAPES: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from option_bodies import (
     merged_parts_are_the_whole,
     rows_do_not_depend_on_the_batch,
 )
-from property_bodies import unseen_keys_change_nothing
+from property_bodies import inf_and_nan_of_v_come_through, unseen_keys_change_nothing
 from settings_of_tests import Setting
 
 import treeattn
@@ -882,26 +882,7 @@ def test_fp8_fresh_rows_come_with_a_call_whose_step_has_none(turn: int, heads: t
 def test_fp8_inf_and_nan_come_through(turn: int, heads: tuple[int, int]) -> None:
     """Of V, in the dims where they are; by tensor copies and by rows."""
     case = cached({"q_lens": [17], "prefixes": [300], "heads": heads, "page_size": (64, 1)[turn % 2]}, turn)
-    (content,) = case.content_v
-    odd = content.clone()
-    odd[5, :, 3] = odd[70, :, 77] = odd[299, :, 127] = float("nan")
-    kv_dtype = KINDS[turn][1]
-    if kv_dtype == E5M2:
-        odd[130, :, 5], odd[9, :, 64] = float("inf"), float("-inf")
-    outs = []
-    for one in (case, case.with_content(v=(odd,))):
-        step = treeattn.plan(one.layout(), one.kv(), **group_of(one), backend="triton")
-        out = treeattn.tree_attention(one.q, one.k_cache, one.v_cache, step, **call_of(one))
-        assert isinstance(out, torch.Tensor)
-        outs.append(out)
-    plain, out = outs
-    others = torch.ones(128, dtype=torch.bool, device=out.device)
-    others[[3, 5, 64, 77, 127]] = False
-    assert out[..., [3, 77, 127]].isnan().all()
-    assert torch.equal(out[..., others], plain[..., others])
-    if kv_dtype == E5M2:
-        assert (out[..., 5] == float("inf")).all()
-        assert (out[..., 64] == float("-inf")).all()
+    inf_and_nan_of_v_come_through(case, "triton")
 
 
 @CANARY_ONLY
