@@ -219,10 +219,8 @@ struct MlaProducer {
   template <class Place>
   __device__ __forceinline__ bool publish(const Place& place) {
     barrier_wait(shared_address(&memory.item_empty[place.item_slot()]), place.item_phase() ^ 1);
-    copy_item(memory.items[place.item_slot()], memory.walk, lane);
     const bool ends = memory.walk.tiles == 0;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&memory.item_full[place.item_slot()]));
+    hand_item(memory.items[place.item_slot()], memory.walk, memory.item_full[place.item_slot()], lane);
     return !ends;
   }
 

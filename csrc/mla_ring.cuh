@@ -52,18 +52,13 @@ struct MlaShared {
     if (of_rope < 0) return barrier < 2 * LATENTS ? RING_ARRIVALS : 4;
     if (of_weights < 0) return of_rope < ROPES ? RING_ARRIVALS : 4;
     if (of_item < 0) return of_weights < 2 ? SCORERS : WRITERS;
-    return of_item < static_cast<i32>(ITEMS) ? 1 : MLA_READERS + 3;  // all but the walk
+    return of_item < static_cast<i32>(ITEMS) ? ITEM_LANES : MLA_READERS + 3;  // all but the walk
   }
 };
 
 // First row of the slot that takes this block's part of an item: as in consumer.cuh.
 __device__ __forceinline__ i64 mla_part(const AttentionParams& p, const Cursor& at) {
   return static_cast<i64>(p.split > 0 ? at.place : 2 * blockIdx.x + (at.unit == 0)) * MLA_ROWS;
-}
-
-// Copy an item, a number a lane.
-__device__ __forceinline__ void copy_item(Cursor& to, const Cursor& from, u32 lane) {
-  if (lane < CURSOR_FIELDS) reinterpret_cast<i32*>(&to)[lane] = reinterpret_cast<const i32*>(&from)[lane];
 }
 
 }  // namespace treeattn

@@ -294,14 +294,7 @@ struct Producer {
   // Hand the item at the cursor to the other warps, as the item of a place.
   __device__ __forceinline__ void publish(const Place<STAGES>& to) {
     barrier_wait(shared_address(&memory.item_empty[to.item_slot()]), to.item_phase() ^ 1);
-    if (lane < ITEM_LANES) {
-      const u32 at = lane * 16;
-      u32 part[4];
-      load_shared_16(part, shared_address(&memory.walk) + at);
-      store_shared_16(shared_address(&memory.items[to.item_slot()]) + at, part[0], part[1], part[2], part[3]);
-      barrier_arrive(shared_address(&memory.item_full[to.item_slot()]));
-    }
-    __syncwarp();
+    hand_item(memory.items[to.item_slot()], memory.walk, memory.item_full[to.item_slot()], lane);
   }
 
   // The walk's steps, of which it takes one behind each item.

@@ -88,6 +88,18 @@ __device__ __forceinline__ void sleep_now_and_then() {
 #endif
 }
 
+// Hand over the item at the walk, as one of those at places: each lane that has written arrives.
+__device__ __forceinline__ void hand_item(Cursor& to, const Cursor& walk, u64& full, u32 lane) {
+  static_assert(sizeof(Cursor) == ITEM_LANES * 16, "a lane for each 16 bytes");
+  if (lane < ITEM_LANES) {
+    u32 part[4];
+    load_shared_16(part, shared_address(&walk) + lane * 16);
+    store_shared_16(shared_address(&to) + lane * 16, part[0], part[1], part[2], part[3]);
+    barrier_arrive(shared_address(&full));
+  }
+  __syncwarp();
+}
+
 // Copy ROWS rows of numbers of 16 bits to panels in the swizzle, of lane r the one at `address`. `to` is of this lane's
 // part of the first copy; the swizzle's bits of later ones are disjoint from its. STRIDE: from 8 rows of a panel to the
 // next 8. Bit 0 of an address: the row is 0.

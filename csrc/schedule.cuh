@@ -42,7 +42,7 @@ struct alignas(16) Cursor {
   i32 row0, row_end;         // packed rows of the request and KV head
   i32 prefix_len;            // if there is a window: what positions are counted from
 };
-constexpr i32 PLANNED_FIELDS = 16, CURSOR_FIELDS = sizeof(Cursor) / sizeof(i32);
+constexpr i32 PLANNED_FIELDS = 16;
 
 // Node of a packed row of a request and KV head.
 __device__ __forceinline__ u32 row_node(const AttentionParams& p, u32 row) {
