@@ -1,4 +1,4 @@
-// A consumer warpgroup of the FP8 kernels: up to ROWS packed query rows against the tiles in the ring.
+// The consumer warpgroup of an FP8 kernel: up to ROWS packed query rows against the tiles in the ring.
 //
 // Operands are swapped: keys are the 64 rows of a product and query rows its columns, so that what the caches hold is the
 // operand that comes from registers, where it is made float16 on the way. S^T = K Q^T has 64 keys and ROWS columns;
@@ -25,9 +25,11 @@
 
 namespace treeattn {
 
-template <class T, class Format, int HEAD_DIM, int CONSUMERS, int ROWS, int KEYS, int STAGES>
+constexpr int FP8_BARRIER = 5;  // named barrier of the warpgroup
+
+template <class T, class Format, int HEAD_DIM, int ROWS, int KEYS, int STAGES>
 struct Fp8Consumer {
-  using Memories = Fp8Shared<HEAD_DIM, CONSUMERS, ROWS, KEYS, STAGES>;
+  using Memories = Fp8Shared<HEAD_DIM, ROWS, KEYS, STAGES>;
   using Memory = typename Memories::Layout;
   static_assert(KEYS == 64, "the rows of a product");
   static constexpr int COLUMNS = ROWS / 4;       // of a thread: 8 j + 2 (l % 4) + i at 2 j + i
@@ -45,15 +47,15 @@ struct Fp8Consumer {
   const AttentionParams& p;
   Memory& memory;
   Exchange<ROWS, WORDS>& exchange;
-  const int group, warp, lane;  // warpgroup of the block, warp of the warpgroup
+  const int warp, lane;
   const u32 q_address;
   Place<STAGES> place;
 
-  __device__ __forceinline__ Fp8Consumer(const AttentionParams& params, Memory& shared, int warpgroup, int lane_index)
-      : p(params), memory(shared), exchange(shared.exchange[warpgroup]), group(warpgroup),
-        warp(uniform(threadIdx.x / 32 % 4)), lane(lane_index), q_address(shared_address(shared.q[warpgroup])) {}
+  __device__ __forceinline__ Fp8Consumer(const AttentionParams& params, Memory& shared, int, int lane_index)
+      : p(params), memory(shared), exchange(shared.exchange), warp(uniform(threadIdx.x / 32)), lane(lane_index),
+        q_address(shared_address(shared.q)) {}
 
-  __device__ __forceinline__ void sync() const { threads_sync<128>(5 + group); }
+  __device__ __forceinline__ void sync() const { threads_sync<128>(FP8_BARRIER); }
 
   __device__ __forceinline__ u32 wait_full(int half) const {
     barrier_wait(shared_address(&memory.full[place.stage()][half]), place.phase());
@@ -147,7 +149,7 @@ struct Fp8Consumer {
 #pragma unroll 1
       for (u32 begin = warp * 8; begin < ROWS; begin += 4 * 8)
         copy_rows<HEAD_DIM, 8>(copy_place<HEAD_DIM>(q_address, Q_PANEL, begin, lane),
-                               q_row(p, at, group * ROWS + begin + lane % 8), lane);
+                               q_row(p, at, begin + lane % 8), lane);
       copy_async_wait_all();
       __syncwarp();
       sync();
@@ -238,7 +240,7 @@ struct Fp8Consumer {
   __device__ __forceinline__ void share_words(const Cursor& at, i32 unit, i32 tile) const {
     const u32 thread = thread_in_group();
     if (thread < ROWS) {
-      const i32 row = at.row0 + group * ROWS + thread;
+      const i32 row = at.row0 + thread;
       const bool there = row < at.row_end;
       const i32 node = there ? row_node(p, row) : 0;
       const i32 since = there && p.positions != nullptr ? key_of_node(p, at, node) - p.window_left : -0x7FFFFFFF;
@@ -298,8 +300,6 @@ struct Fp8Consumer {
   }
 
   // --- weights --------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ u32 weights_address() const { return shared_address(memory.weights[group][place.stage() % 2]); }
 
   // Weights to shared memory as numbers of `Number`, their sums by row to `part`; true if a base is far too low.
   template <class Number>
@@ -395,7 +395,7 @@ struct Fp8Consumer {
       const bool exceeds = weigh<Number>(scores, scale, part, to);
       fence_async_proxy();
       __syncwarp();
-      too_low = threads_any<128>(5 + group, exceeds && !raised);
+      too_low = threads_any<128>(FP8_BARRIER, exceeds && !raised);
       if (!too_low) break;
     }
   }
@@ -498,7 +498,7 @@ struct Fp8Consumer {
       for (int i = 0; i < 4; ++i) total += exchange.of_warp[i][thread];
       float inverse = total > 0.f ? 1.f / total : 0.f;
       float lse = total > 0.f ? exchange.base[warp][thread] + log2_approx(total) : -infinity();
-      const i32 local = group * ROWS + thread, row = at.row0 + local;
+      const i32 row = at.row0 + thread;
       u64 to = 0;
       if (row < at.row_end) {
         if (at.whole) {
@@ -510,7 +510,7 @@ struct Fp8Consumer {
         } else {
           // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
           const i64 slot = p.split > 0 ? at.place : 2 * blockIdx.x + (at.unit == 0);
-          const i64 part_row = slot * (ROWS * CONSUMERS) + local;
+          const i64 part_row = slot * ROWS + thread;
           to = reinterpret_cast<u64>(p.partial_out + part_row * HEAD_DIM);
           p.partial_lse[part_row] = lse;
         }
@@ -575,7 +575,7 @@ struct Fp8Consumer {
   __device__ __forceinline__ void cached_tile(Scores& scores, Out& out, Each& sum, const Cursor& at, i32 tile, i32 full,
                                               float scale) {
     const bool edge = tile >= full;
-    const u32 weights = shared_address(memory.weights[group][tile % 2]);
+    const u32 weights = shared_address(memory.weights[tile % 2]);
     if (edge) share_words(at, at.edge_begin + (tile - full) * WORDS, tile);
     u32 k[4 * K_STEPS], v[SLABS][4 * V_STEPS];
     take_k(k, wait_full(0));
@@ -619,7 +619,7 @@ struct Fp8Consumer {
   __device__ __forceinline__ void fresh_tile(Scores& scores, Out& out, Each& sum, const Cursor& at, i32 tile, i32 full,
                                              float cached_scale, float fresh_scale, float& v_factor) {
     const i32 unit = at.edge_begin + (tile - full) * WORDS;
-    const u32 weights = shared_address(memory.weights[group][tile % 2]);
+    const u32 weights = shared_address(memory.weights[tile % 2]);
     share_words(at, unit, tile);
     {
       u32 k[4 * K_STEPS];
@@ -642,20 +642,6 @@ struct Fp8Consumer {
 
   __device__ __forceinline__ void item(const Cursor& at) {
     const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
-    if (uniform(at.row0) + group * ROWS >= uniform(at.row_end)) {
-      // none of this warpgroup's rows is there
-      if (place.item() > 0) barrier_wait(shared_address(&memory.q_full), place.q_phase());
-      release_q();
-      for (i32 tile = 0; tile < tiles; ++tile) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          wait_full(half);
-          release(half);
-        }
-        place = place.next();
-      }
-      return;
-    }
     const float of_q = p.q_sign != 0 ? -load_q(at) : load_q(at);
     const float k_scale = k_worth(p, at);
     float v_factor = v_worth(p, at);
@@ -698,7 +684,7 @@ struct Fp8Consumer {
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       place.next_item();
     }
-    if (p.split == 0) Merge<T, HEAD_DIM, CONSUMERS, Memory, ROWS>(p, memory).run();
+    if (p.split == 0) Merge<T, HEAD_DIM, 1, Memory, ROWS>(p, memory).run();
   }
 };
 

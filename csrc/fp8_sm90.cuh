@@ -1,11 +1,9 @@
-// Tree attention of grouped queries over FP8 caches on Hopper, up to 72 packed rows: one producer warpgroup and CONSUMERS
-// warpgroups of up to ROWS packed rows a block, operands swapped (fp8_consumer.cuh). (More rows: fp8_wide_sm90.cuh.)
+// Tree attention of grouped queries over FP8 caches on Hopper, up to 72 packed rows (17 nodes of 4 heads: 68): a producer
+// warpgroup and a consumer warpgroup of 40 or 72 rows a block, operands swapped (fp8_consumer.cuh). Two blocks a
+// multiprocessor, each with keys of its own. (More rows: fp8_wide_sm90.cuh.)
 //
-// What the shapes are for, R = nodes * group packed rows of a request and KV head:
-//   1 consumer of 40 or 72 rows, two blocks an SM    R <= 72 (17 nodes of 4 heads: 68): rows are not padded to 128, and
-//                                                    each block has its own keys
 // For a tile of 64 keys, in clocks of a multiprocessor:
-//                                                                      1 x 40   1 x 72
+//                                                                     40 rows  72 rows
 //   products        Q K^T 8 steps and P V 8 of ROWS / 2                   320      576
 //   shared memory   K and V in 128 and out 128, Q 2 ROWS,
 //                   P ROWS in and 2 ROWS out                              456      616
@@ -26,23 +24,19 @@
 namespace treeattn {
 
 // Registers of a thread once the roles have split: 64 K a multiprocessor in all.
-template <int CONSUMERS>
-struct Fp8Registers;
-template <>
-struct Fp8Registers<1> {
+struct Fp8Registers {
   static constexpr int PRODUCER = 32, CONSUMER = 224;  // of two blocks
 };
 
 }  // namespace treeattn
 
-// One kernel: its name tells dtype, format of the caches, head dim, consumer warpgroups and rows of each. The host reads
-// these lines (treeattn/cuda/build.py).
-#define TREEATTN_FP8(NAME, T, FORMAT, HEAD_DIM, CONSUMERS, ROWS, KEYS, STAGES, BLOCKS)                               \
-  extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), BLOCKS)                                      \
+// One kernel: its name tells dtype, format of the caches, head dim and rows. The host reads these lines
+// (treeattn/cuda/build.py).
+#define TREEATTN_FP8(NAME, T, HEAD_DIM, ROWS, KEYS, STAGES, BLOCKS, FORMAT)                                          \
+  extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                        \
       NAME(const __grid_constant__ treeattn::AttentionParams params) {                                             \
     using namespace treeattn;                                                                                      \
-    using Memories = Fp8Shared<HEAD_DIM, CONSUMERS, ROWS, KEYS, STAGES>;                                           \
-    run_block<Fp8Registers<CONSUMERS>, Memories, CONSUMERS,                                                        \
-              Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, 0, OPTION_WINDOW, Memories>,                          \
-              Fp8Consumer<T, FORMAT, HEAD_DIM, CONSUMERS, ROWS, KEYS, STAGES>>(params);                            \
+    using Memories = Fp8Shared<HEAD_DIM, ROWS, KEYS, STAGES>;                                                      \
+    run_block<Fp8Registers, Memories, 1, Producer<T, HEAD_DIM, 1, KEYS, STAGES, 0, OPTION_WINDOW, Memories>,       \
+              Fp8Consumer<T, FORMAT, HEAD_DIM, ROWS, KEYS, STAGES>>(params);                                       \
   }

@@ -36,14 +36,14 @@ static_assert(REGISTERS_SUFFICE<2> && REGISTERS_SUFFICE<3>);
 
 }  // namespace treeattn
 
-// One kernel: as TREEATTN_ATTENTION, with the type of the products, the format of the caches and the tiles on their way. The
-// host reads these lines (treeattn/cuda/build.py).
-#define TREEATTN_FP8_WIDE(NAME, IO, T, FORMAT, HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS, OPTIONS)          \
-  extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)                                           \
+// One kernel: as TREEATTN_ATTENTION (T: of Q and out), then the type of the products, the format of the caches and the tiles
+// on their way. The host reads these lines (treeattn/cuda/build.py).
+#define TREEATTN_FP8_WIDE(NAME, T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, BLOCKS, OPTIONS, PRODUCTS, FORMAT, STAGED) \
+  extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), BLOCKS)                                      \
       NAME(const __grid_constant__ treeattn::AttentionParams params) {                                             \
     using namespace treeattn;                                                                                      \
     using Memories = Fp8WideShared<HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS>;                            \
     run_block<Fp8WideRegisters<CONSUMERS>, Memories, CONSUMERS,                                                    \
-              Fp8WideProducer<T, FORMAT, HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS, OPTIONS>,             \
-              Consumer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS, Memories, true, IO>>(params);       \
+              Fp8WideProducer<PRODUCTS, FORMAT, HEAD_DIM, CONSUMERS, KEYS, STAGES, STAGED, Q_STEPS, OPTIONS>,      \
+              Consumer<PRODUCTS, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS, OPTIONS, Memories, true, T>>(params); \
   }

@@ -2,9 +2,9 @@
 
 #include "fp8_wide_sm90.cuh"
 
-TREEATTN_FP8_WIDE(fp8_wide_sm90_bf16_e4m3_d128_c2_n64, Bf16, Fp16, E4m3, 128, 2, 64, 4, 4, 8, 0)
-TREEATTN_FP8_WIDE(fp8_wide_sm90_bf16_e4m3_d128_c2_n64_fresh, Bf16, Bf16, E4m3, 128, 2, 64, 4, 4, 8, 0)
-TREEATTN_FP8_WIDE(fp8_wide_sm90_bf16_e4m3_d128_c3_n64, Bf16, Fp16, E4m3, 128, 3, 64, 4, 3, 3, 0)
-TREEATTN_FP8_WIDE(fp8_wide_sm90_bf16_e4m3_d128_c3_n64_fresh, Bf16, Bf16, E4m3, 128, 3, 64, 4, 3, 3, 0)
-TREEATTN_FP8_WIDE(fp8_wide_sm90_fp16_e4m3_d128_c2_n64, Fp16, Fp16, E4m3, 128, 2, 64, 4, 4, 8, 0)
-TREEATTN_FP8_WIDE(fp8_wide_sm90_fp16_e4m3_d128_c3_n64, Fp16, Fp16, E4m3, 128, 3, 64, 4, 3, 3, 0)
+TREEATTN_FP8_WIDE(fp8_wide_sm90_bf16_e4m3_d128_c2_n64, Bf16, 128, 2, 64, 4, 8, 1, 0, Fp16, E4m3, 4)
+TREEATTN_FP8_WIDE(fp8_wide_sm90_bf16_e4m3_d128_c2_n64_fresh, Bf16, 128, 2, 64, 4, 8, 1, 0, Bf16, E4m3, 4)
+TREEATTN_FP8_WIDE(fp8_wide_sm90_bf16_e4m3_d128_c3_n64, Bf16, 128, 3, 64, 4, 3, 1, 0, Fp16, E4m3, 3)
+TREEATTN_FP8_WIDE(fp8_wide_sm90_bf16_e4m3_d128_c3_n64_fresh, Bf16, 128, 3, 64, 4, 3, 1, 0, Bf16, E4m3, 3)
+TREEATTN_FP8_WIDE(fp8_wide_sm90_fp16_e4m3_d128_c2_n64, Fp16, 128, 2, 64, 4, 8, 1, 0, Fp16, E4m3, 4)
+TREEATTN_FP8_WIDE(fp8_wide_sm90_fp16_e4m3_d128_c3_n64, Fp16, 128, 3, 64, 4, 3, 1, 0, Fp16, E4m3, 3)

@@ -3,5 +3,5 @@
 
 #include "mla_fp8_sm90.cuh"
 
-TREEATTN_MLA_FP8(mla_fp8_sm90_bf16_e4m3, Bf16, E4m3, 16, 4, 2)
-TREEATTN_MLA_FP8(mla_fp8_sm90_fp16_e4m3, Fp16, E4m3, 16, 4, 2)
+TREEATTN_MLA_FP8(mla_fp8_sm90_bf16_e4m3, Bf16, 16, 4, 2, E4m3)
+TREEATTN_MLA_FP8(mla_fp8_sm90_fp16_e4m3, Fp16, 16, 4, 2, E4m3)

@@ -20,7 +20,7 @@ constexpr int MLA_FP8_PRODUCER_REGISTERS = 64, MLA_FP8_SCORES_REGISTERS = 128;
 }  // namespace treeattn
 
 // One kernel: as TREEATTN_MLA, with the format of the cache. The host reads these lines (treeattn/cuda/build.py).
-#define TREEATTN_MLA_FP8(NAME, T, FORMAT, Q_STEPS, LATENTS, ROPES)                                                    \
+#define TREEATTN_MLA_FP8(NAME, T, Q_STEPS, LATENTS, ROPES, FORMAT)                                                    \
   extern "C" __global__ void __launch_bounds__(treeattn::MLA_THREADS, 1)                                              \
       NAME(const __grid_constant__ treeattn::AttentionParams params) {                                                \
     using namespace treeattn;                                                                                         \

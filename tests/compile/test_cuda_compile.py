@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.cuda.build import NVCC_OPTIONS, Fp8Shape, Fp8WideShape, KernelShape, find_nvcc, kernels_in, source_dir
+from treeattn.cuda.build import NVCC_OPTIONS, Fp8Shape, KernelShape, find_nvcc, kernels_in, source_dir
 
 SHARED_LIMIT = 227 * 1024
 SHARED_OF_SM, RESERVED = 228 * 1024, 1024
@@ -91,7 +91,7 @@ def exponentials_run_under_a_product(source: str, cubin: Path) -> None:
     the way that moves the bases, which most tiles jump over."""
     for name, code in disassembled(cubin).items():
         shape = kernels_in(source)[name]
-        assert isinstance(shape, (KernelShape, Fp8WideShape))
+        assert isinstance(shape, KernelShape)
         keys = shape.keys
         begin = next(at for at, (_, line) in enumerate(code) if re.search(r"DEPBAR\.LE gsb0, 0x1", line))
         start = code[begin][0]

@@ -95,16 +95,16 @@ def test_as_many_blocks_fit_as_the_plan_counts_on(source: str) -> None:
     """And no thread has local memory, as the driver says of the kernels that it has loaded."""
     for name, shape in kernels_in(source).items():
         variant = Variant(shape.dtype.lower(), MLA_DIMS[0], 1, KEYS)
-        if isinstance(shape, KernelShape):
+        if isinstance(shape, Fp8WideShape):
+            variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys, shape.options,
+                              shape.format.lower(), fresh=shape.products == "Bf16")  # fmt: skip
+        elif isinstance(shape, KernelShape):
             variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys, shape.options)
         elif isinstance(shape, Fp8Shape):
             variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys,
                               cached=shape.format.lower(), rows=shape.rows)  # fmt: skip
         elif isinstance(shape, MlaFp8Shape):
             variant = variant._replace(cached=shape.format.lower())
-        elif isinstance(shape, Fp8WideShape):
-            variant = Variant(shape.dtype.lower(), shape.head_dim, shape.consumers, shape.keys, shape.options,
-                              shape.format.lower(), fresh=shape.products == "Bf16")  # fmt: skip
         assert variant.name == name
         function = load(variant, torch.cuda.current_device())
         assert function.attribute(LOCAL_BYTES) == 0, name

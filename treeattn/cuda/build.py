@@ -15,10 +15,11 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 TARGETS = {"sm_90a": "*_sm90*.cu"}
 """What is compiled, and for which chips; wgmma and setmaxnreg exist for this very chip only."""
@@ -57,17 +58,13 @@ def _handed_bytes(stages: int) -> int:
     return -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 2 * 4
 
 
-def _latent_bytes(q_steps: int, latents: int, ropes: int) -> int:
-    """Size of ``MlaShared::Layout`` (csrc/mla_ring.cuh)."""
-    kept = 9 - q_steps // 4
-    panels = 4 * latents + ropes + kept + 2
-    handed = 2 * (64 + 64 + 4) * 4
-    barriers = 4 * latents + 2 * ropes + 4 + 2 * ITEMS
-    rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
-    return -(-(panels * 64 * 128 + rest) // ATOM_BYTES) * ATOM_BYTES
+def _atoms(count: int) -> int:
+    """Bytes in whole atoms of the swizzle."""
+    return -(-count // ATOM_BYTES) * ATOM_BYTES
 
 
-class KernelShape(NamedTuple):
+@dataclass(frozen=True)
+class KernelShape:
     """The arguments of a ``TREEATTN_ATTENTION`` line of a source file, but for the name."""
 
     dtype: str
@@ -78,6 +75,9 @@ class KernelShape(NamedTuple):
     q_steps: int
     blocks: int
     options: int
+
+    rows: ClassVar[int] = 64
+    """Of a consumer."""
 
     @property
     def threads(self) -> int:
@@ -93,71 +93,17 @@ class KernelShape(NamedTuple):
     def shared_bytes(self) -> int:
         """Size of ``Shared::Layout`` (csrc/ring.cuh), which a compile test compares with the compiler's."""
         ring = 2 * self.stages * self.keys * self.head_dim * 2
-        q = self.consumers * 64 * self.head_dim * 2
-        return -(-(ring + q + _handed_bytes(self.stages)) // ATOM_BYTES) * ATOM_BYTES
-
-
-class Fp8Shape(NamedTuple):
-    """The arguments of a ``TREEATTN_FP8`` line of a source file, but for the name."""
-
-    dtype: str
-    format: str
-    head_dim: int
-    consumers: int
-    rows: int
-    keys: int
-    stages: int
-    blocks: int
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 128 * (self.consumers + 1)
-
-    @property
-    def layout(self) -> str:
-        """The template of csrc that lies over shared memory."""
-        return f"Fp8Shared<{self.head_dim}, {self.consumers}, {self.rows}, {self.keys}, {self.stages}>"
-
-    @property
-    def shared_bytes(self) -> int:
-        """Size of ``Fp8Shared::Layout`` (csrc/fp8_ring.cuh), which a compile test compares with the compiler's."""
-        ring = 2 * self.stages * self.keys * self.head_dim
         q = self.consumers * self.rows * self.head_dim * 2
-        base = -(-(ring + q + _handed_bytes(self.stages)) // ATOM_BYTES) * ATOM_BYTES
-        weights = self.consumers * 2 * self.rows * self.keys * 2
-        exchange = self.consumers * self.rows * (4 * 4 + 4 * 4 + 8 + 2 * 2 * 4)
-        return -(-(base + weights + exchange) // ATOM_BYTES) * ATOM_BYTES
+        return _atoms(ring + q + _handed_bytes(self.stages))
 
 
-class Fp8WideShape(NamedTuple):
-    """The arguments of a ``TREEATTN_FP8_WIDE`` line of a source file, but for the name."""
+@dataclass(frozen=True)
+class Fp8WideShape(KernelShape):
+    """The same of a ``TREEATTN_FP8_WIDE`` line."""
 
-    dtype: str
     products: str
     format: str
-    head_dim: int
-    consumers: int
-    keys: int
-    stages: int
     staged: int
-    q_steps: int
-    options: int
-
-    @property
-    def blocks(self) -> int:
-        """Of a multiprocessor."""
-        return 1
-
-    @property
-    def rows(self) -> int:
-        """Of a consumer."""
-        return 64
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 128 * (self.consumers + 1)
 
     @property
     def layout(self) -> str:
@@ -168,30 +114,50 @@ class Fp8WideShape(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size of ``Fp8WideShared::Layout`` (csrc/fp8_wide_ring.cuh), compared with the compiler's by a test."""
-        ring = KernelShape(
-            self.dtype, self.head_dim, self.consumers, self.keys, self.stages, self.q_steps, self.blocks, self.options
-        )
-        staged = self.staged * (2 * self.keys * self.head_dim + 2 * 8)
-        return -(-(ring.shared_bytes + staged) // ATOM_BYTES) * ATOM_BYTES
+        return _atoms(super().shared_bytes + self.staged * (2 * self.keys * self.head_dim + 2 * 8))
 
 
-class MlaShape(NamedTuple):
-    """The arguments of a ``TREEATTN_MLA`` line of a source file, but for the name."""
+@dataclass(frozen=True)
+class Fp8Shape:
+    """The same of a ``TREEATTN_FP8`` line."""
+
+    dtype: str
+    head_dim: int
+    rows: int
+    keys: int
+    stages: int
+    blocks: int
+    format: str
+
+    consumers: ClassVar[int] = 1
+    threads: ClassVar[int] = 256
+
+    @property
+    def layout(self) -> str:
+        """The template of csrc that lies over shared memory."""
+        return f"Fp8Shared<{self.head_dim}, {self.rows}, {self.keys}, {self.stages}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``Fp8Shared::Layout`` (csrc/fp8_ring.cuh), which a compile test compares with the compiler's."""
+        ring = 2 * self.stages * self.keys * self.head_dim
+        q = self.rows * self.head_dim * 2
+        weights = 2 * self.rows * self.keys * 2
+        exchange = self.rows * (4 * 4 + 4 * 4 + 8 + 2 * 2 * 4)
+        return _atoms(_atoms(ring + q + _handed_bytes(self.stages)) + weights + exchange)
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    """The same of a ``TREEATTN_MLA`` line."""
 
     dtype: str
     q_steps: int
     latents: int
     ropes: int
 
-    @property
-    def blocks(self) -> int:
-        """Of a multiprocessor."""
-        return 1
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 512
+    blocks: ClassVar[int] = 1
+    threads: ClassVar[int] = 512
 
     @property
     def layout(self) -> str:
@@ -201,27 +167,19 @@ class MlaShape(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size of ``MlaShared::Layout`` (csrc/mla_ring.cuh), which a compile test compares with the compiler's."""
-        return _latent_bytes(self.q_steps, self.latents, self.ropes)
+        kept = 9 - self.q_steps // 4
+        panels = 4 * self.latents + self.ropes + kept + 2
+        handed = 2 * (64 + 64 + 4) * 4
+        barriers = 4 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
+        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
+        return _atoms(panels * 64 * 128 + rest)
 
 
-class MlaFp8Shape(NamedTuple):
-    """The arguments of a ``TREEATTN_MLA_FP8`` line of a source file, but for the name."""
+@dataclass(frozen=True)
+class MlaFp8Shape(MlaShape):
+    """The same of a ``TREEATTN_MLA_FP8`` line."""
 
-    dtype: str
     format: str
-    q_steps: int
-    latents: int
-    ropes: int
-
-    @property
-    def blocks(self) -> int:
-        """Of a multiprocessor."""
-        return 1
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 512
 
     @property
     def layout(self) -> str:
@@ -231,7 +189,7 @@ class MlaFp8Shape(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Size of ``MlaFp8Shared::Layout`` (csrc/mla_fp8_ring.cuh): six panels of the cache more than `MlaShape`."""
-        return _latent_bytes(self.q_steps, self.latents, self.ropes) + 6 * 64 * 64
+        return super().shared_bytes + 6 * 64 * 64
 
 
 class BuildError(RuntimeError):
@@ -247,7 +205,7 @@ def source_dir() -> Path:
     raise BuildError(f"the CUDA sources are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}")
 
 
-Shape = KernelShape | Fp8Shape | Fp8WideShape | MlaShape | MlaFp8Shape
+Shape = KernelShape | Fp8Shape | MlaShape
 SHAPES: dict[str, Callable[..., Shape]] = {
     "ATTENTION": KernelShape, "FP8": Fp8Shape, "FP8_WIDE": Fp8WideShape, "MLA": MlaShape, "MLA_FP8": MlaFp8Shape,
 }  # fmt: skip

@@ -63,7 +63,7 @@ class Variant(NamedTuple):
         if self.is_mla:
             return f"mla_fp8_sm90_{self.dtype}_{self.cached}" if self.cached else f"mla_sm90_{self.dtype}"
         if self.rows in FP8_ROWS:
-            return f"fp8_sm90_{self.dtype}_{self.cached}_d{self.head_dim}_c{self.consumers}_r{self.rows}"
+            return f"fp8_sm90_{self.dtype}_{self.cached}_d{self.head_dim}_r{self.rows}"
         kind, numbers = ("fp8_wide", f"{self.dtype}_{self.cached}") if self.cached else ("attention", self.dtype)
         shape = f"d{self.head_dim}_c{self.consumers}_n{self.keys}{SUFFIXES[self.options]}"
         return f"{kind}_sm90_{numbers}_{shape}" + "_fresh" * self.fresh
@@ -122,14 +122,18 @@ def cuda_config(geometry: Geometry, max_q_len: int) -> KernelConfig:
         consumers, blocks = (1, 2) if tile in FP8_ROWS else (tile // 64, 1)
         reason = f"FP8: {consumers} consumer(s) of {tile // consumers} rows"
         return KernelConfig(tile, KEYS, geometry.head_dim, 4 * (consumers + 1), 4, blocks, 2, reason)
-    consumers = consumers_for(geometry.group * max_q_len, geometry.head_dim)
-    blocks = 2 if consumers == 1 and geometry.head_dim != WIDE else 1
+    return consumer_config(consumers_for(geometry.group * max_q_len, geometry.head_dim), geometry.head_dim)
+
+
+def consumer_config(consumers: int, head_dim: int) -> KernelConfig:
+    """Tiles of the kernels for caches of 16 bits that have so many consumer warpgroups."""
+    blocks = 2 if consumers == 1 and head_dim != WIDE else 1
     reason = {
         1: f"one 64-row warpgroup, {blocks} block(s) an SM",
         2: "two 64-row warpgroups on the same K and V",
         3: "three 64-row warpgroups on the same K and V",
     }[consumers]
-    return KernelConfig(64 * consumers, KEYS, geometry.head_dim, 4 * (consumers + 1), 6, blocks, 2, reason)
+    return KernelConfig(64 * consumers, KEYS, head_dim, 4 * (consumers + 1), 6, blocks, 2, reason)
 
 
 def variant_of(
