@@ -1,19 +1,29 @@
 #!/usr/bin/env bash
-# Everything that is committed of a GPU run, in about six minutes on a machine with two GPUs and 32 cores.
+# Everything that is committed of a GPU run, in two calls of ten minutes on a machine with two GPUs and 32 cores.
 #
-#   PEERS=folder REV=$(git rev-parse HEAD) OUT=folder LIMIT=400 bash benchmarks/gpu_two.sh
+#   PEERS=folder REV=$(git rev-parse HEAD) OUT=folder LIMIT=560 bash benchmarks/gpu_two.sh csrc
+#   ... bash benchmarks/gpu_two.sh rest
 #
-# First what a call costs the host, with nothing else running; then times on the first GPU, and on the second all that
-# has no times: tests, the option sweep, the sanitizers. With .sglang-gpu (sglang_pack.py) also SGLang's rows, and its
-# backend's tests. Few files are left in OUT: results, and one log of the ends of all stages. Sizes of stages, in seconds, on an
-# H200: step 10, gqa 105 (with fa3_cascade), mla 30, fp8 20, SGLang's rows 120; tests with 17 workers 240 beside the rest.
+# csrc  first what a call costs the host, with nothing else running; then times on the first GPU (gqa, mla, kimi, fp8, one
+#       after the other), and on the second all of csrc that has no times: its tests, the option sweep, memcheck and racecheck
+# rest  times of ragged batches, pages and shapes on the first GPU, then SGLang's rows and the option sweep of Triton's
+#       kernels; on the second the other tests and memcheck on Triton's kernels
+#
+# Both put what they found into a copy of the committed gpu-tests.json, which OUT gets beside the results and one log of the
+# ends of all stages. Before: .gpu-cubins (gpu_cubins.py) and .sglang-gpu (sglang_pack.py), without which csrc is compiled
+# there (100 s) and SGLang is left out. Seconds of stages on an H200, of 32 cores shared by all: csrc's tests with 13 workers 400,
+# memcheck 290, racecheck 290, sweep of csrc with 3 jobs 240; gqa and step 136, mla 75, kimi 62, fp8 132, further 149.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-: "${OUT:=benchmarks/results}" "${REV:=$(git rev-parse HEAD 2>/dev/null || echo unknown)}" "${LIMIT:=400}"
+: "${OUT:=benchmarks/results}" "${REV:=$(git rev-parse HEAD 2>/dev/null || echo unknown)}" "${LIMIT:=560}"
 export PYTHONUNBUFFERED=1 TREEATTN_GIT_REV="$REV"
 export PYTHONPATH="$PWD${PEERS:+:$PEERS/fa3:$PEERS/flash_mla_pkg}${PYTHONPATH:+:$PYTHONPATH}"
 logs="$(mktemp -d)" parts="$(mktemp -d)"
 mkdir -p "$OUT"
+[ ! -d .gpu-cubins ] || python3 benchmarks/gpu_cubins.py keep .gpu-cubins
+[ ! -f .sglang-gpu/site.tar.xz ] || {
+  python3 benchmarks/sglang_pack.py .sglang-gpu --unpack "$parts/site" && export SGLANG_SITE="$parts/site"
+}
 
 stage() { # name, GPU, command: until LIMIT, its end to the log
   local name=$1 gpu=$2 begin=$SECONDS
@@ -28,49 +38,67 @@ tests() { # name, workers, marks
     --time-limit $((LIMIT - SECONDS - 30))
 }
 
-stage step 0 python3 -m treeattn bench step --out "$parts/step.json"
-(
-  stage gqa 0 python3 -m treeattn bench gqa --out "$parts/gqa.json"
-  stage mla 0 bash benchmarks/gpu.sh mla
-  stage fp8 0 bash benchmarks/gpu.sh fp8
-  [ ! -f .sglang-gpu/site.tar.xz ] || {
-    python3 benchmarks/sglang_pack.py .sglang-gpu --unpack "$parts/site"
-    stage sglang 0 python3 benchmarks/sglang_rows.py --source "$parts/site" --git-rev "$REV" --out "$OUT/h200-sglang.json"
-  }
-) &
-tests tests 15 "not weights and not csrc" &
-tests csrc 6 csrc &
-stage sweep 1 python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$parts/sweep" --jobs 6 &
-stage sweep-cuda 1 python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$parts/sweep-cuda" --jobs 4 --backend cuda &
-(
-  stage sanitize 1 bash benchmarks/gpu.sh sanitize
-  stage sanitize-cuda 1 bash benchmarks/gpu.sh sanitize-cuda
-) &
+sweep() { # backend, GPU, jobs
+  stage "check-$1" "$2" python3 benchmarks/gpu_sweep.py --git-rev "$REV" --out "$parts/check-$1" --backend "$1" --jobs "$3"
+}
+
+sanitizer() { # tool, backend
+  stage "$1-$2" 1 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    compute-sanitizer --tool "$1" --error-exitcode 9 python3 benchmarks/sanitize.py --backend "$2"
+}
+
+case ${1:-} in
+  csrc)
+    stage step 0 python3 -m treeattn bench step --out "$parts/step.json"
+    (
+      stage gqa 0 python3 -m treeattn bench gqa --out "$parts/gqa.json"
+      for name in mla kimi fp8; do stage "$name" 0 bash benchmarks/gpu.sh "$name"; done
+    ) &
+    tests csrc 13 csrc &
+    sweep cuda 1 3 &
+    sanitizer memcheck cuda &
+    sanitizer racecheck cuda &
+    ;;
+  rest)
+    (
+      stage further 0 bash benchmarks/gpu.sh further
+      [ -z "${SGLANG_SITE:-}" ] ||
+        stage sglang 0 python3 benchmarks/sglang_rows.py --source "$SGLANG_SITE" --git-rev "$REV" --out "$OUT/h200-sglang.json"
+      sweep triton 0 12
+    ) &
+    tests tests 20 "not weights and not csrc" &
+    sanitizer memcheck triton &
+    ;;
+  *)
+    echo "usage: gpu_two.sh csrc|rest" >&2
+    exit 2
+    ;;
+esac
 wait
 python3 - "$parts" "$OUT" <<'EOF'
-"""The rows of `step` behind those of `gqa`; the counts of both test runs and the sweep in one file."""
+"""The rows of `step` behind those of `gqa`; counts of tests and sweeps into what is committed."""
 import json, sys
 from pathlib import Path
 parts, out = map(Path, sys.argv[1:])
-def read(name):
-    path = parts / name
+def read(path):
     return json.loads(path.read_text()) if path.is_file() else None
-gqa, step = read("gqa.json"), read("step.json")
+gqa, step = read(parts / "gqa.json"), read(parts / "step.json")
 if gqa and step:
     from treeattn.bench.run import save
     gqa["rows"] += step["rows"]
     save(gqa, out / "h200-gqa.json")
-tests, csrc = read("tests/gpu-tests.json"), read("csrc/gpu-tests.json")
-if tests:
-    if csrc:
-        tests["csrc"] = {key: csrc[key] for key in ("passed", "failed", "skipped")}
-    for name in ("sweep", "sweep-cuda"):
-        tests |= read(f"{name}/gpu-tests.json") or {}
-    (out / "gpu-tests.json").write_text(json.dumps(tests, indent=2) + "\n")
+found = read(Path("benchmarks/results/gpu-tests.json")) or {}
+if tests := read(parts / "tests/gpu-tests.json"):
+    found |= tests
+if csrc := read(parts / "csrc/gpu-tests.json"):
+    found["csrc"] = {key: csrc[key] for key in ("git_rev", "passed", "failed", "skipped", "date")}
+for backend in ("triton", "cuda"):
+    found |= read(parts / f"check-{backend}" / "gpu-tests.json") or {}
+(out / "gpu-tests.json").write_text(json.dumps(found, indent=2) + "\n")
 EOF
 for log in "$logs"/*; do
   echo "##### $(basename "$log")"
-  grep -E "FAILED|ERROR|^E  |WRONG|Error" "$log" | sort | uniq -c | head -60
+  grep -E "FAILED|ERROR|^E  |WRONG|Error|Hazard|hazard" "$log" | sort | uniq -c | head -60
   tail -25 "$log"
 done | cut -c1-400 >"$OUT/gpu-two.log"
 for name in tests csrc; do

@@ -1,13 +1,14 @@
-"""Time configurations of the Triton kernels that are not (yet) what ``select_config`` returns.
+"""Time configurations of the kernels that are not (yet) what a step takes.
 
     PYTHONPATH=. python benchmarks/tune.py --configs 128n64w8s3p1 64n64w4s3p2 64n32w4s4p2 --out tune.json
     PYTHONPATH=. python benchmarks/tune.py --sets mla --configs 64n64w8s2p1 64n32w8s2p1 --out tune-mla.json
+    PYTHONPATH=. python benchmarks/tune.py --sets ragged --configs c1 c2 c3 --out tune-ragged.json
 
-A configuration is written ``<block_m>n<block_n>w<warps>s<stages>p<programs per SM>[m<share>][x<cap>]``;
+A configuration of Triton is written ``<block_m>n<block_n>w<warps>s<stages>p<programs per SM>[m<share>][x<cap>]``;
 ``m`` is the fewest KV tiles of a program, ``x`` caps a thread's registers; the padded head dim follows from the
-workload. Every one passes the benchmark's gate on
-the inputs that are timed. Kernels are compiled beforehand in a pool of processes, and the peers of ``treeattn bench``
-stand beside them.
+workload. ``c1``, ``c2`` and ``c3`` are the kernels of csrc for 16-bit caches, by their consumer warpgroups. Every one
+passes the benchmark's gate on the inputs that are timed. Kernels are compiled beforehand in a pool of processes, and
+the peers of ``treeattn bench`` stand beside them.
 """
 
 from __future__ import annotations
@@ -31,12 +32,21 @@ from treeattn.bench.run import environment
 from treeattn.bench.timing import time_graph
 from treeattn.bench.workloads import Workload, load_workloads
 from treeattn.config import KernelConfig, select_config
+from treeattn.cuda.config import consumer_config
 
 PATTERN = re.compile(r"(\d+)n(\d+)w(\d+)s(\d+)p(\d+)(?:m(\d+))?(?:x(\d+))?$")
+CUDA_PATTERN = re.compile(r"c([123])$")
+
+
+def backend_of(text: str) -> str:
+    """Whose configuration it is."""
+    return "cuda" if CUDA_PATTERN.match(text) else "triton"
 
 
 def parse_config(text: str, work: Workload) -> KernelConfig:
     """Read a configuration for a workload as written in the module's docstring."""
+    if cuda := CUDA_PATTERN.match(text):
+        return consumer_config(int(cuda[1]), work.head_dim)
     found = PATTERN.match(text)
     if found is None:
         raise ValueError(f"{text!r} is not written as the docstring of benchmarks/tune.py says")
@@ -62,7 +72,7 @@ def compile_ahead(job: tuple[Workload, str]) -> str | None:
     work, text = job
     try:
         inputs = Inputs(work, torch.device("cuda"), cold_bytes=0)
-        tree_calls(inputs, "triton", parse_config(text, work)).calls[0]()
+        tree_calls(inputs, backend_of(text), parse_config(text, work)).calls[0]()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{text} on {work.name()}: {type(error).__name__}: {str(error)[:300]}"
@@ -79,7 +89,7 @@ def measure(work: Workload, configs: list[str], peers: list[str]) -> dict[str, A
             times[name] = min(time_graph(variant.calls).us for variant in variants)
     for text in configs:
         try:
-            calls = tree_calls(inputs, "triton", parse_config(text, work))
+            calls = tree_calls(inputs, backend_of(text), parse_config(text, work))
             gate(text, inputs, calls)
             times[text] = time_graph(calls.calls).us
         except Exception as error:

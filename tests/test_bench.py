@@ -407,6 +407,10 @@ def test_tuning_configurations_fit_the_geometry() -> None:
         wanted = KernelConfig(64, 32, block_d, 8, 2, 1, 4, "tuning", 168)
         assert config == wanted
         assert tune.parse_config("64n32w8s2p1", work) == dataclasses.replace(wanted, min_share=2, max_registers=0)
+        assert tune.backend_of("64n32w8s2p1") == "triton"
+    for name, consumers in (("c1", 1), ("c2", 2), ("c3", 3)):
+        config = tune.parse_config(name, SETS["ragged"]()[0])
+        assert (config.block_m, tune.backend_of(name)) == (64 * consumers, "cuda")
     for name, works in ((name, SETS[name]()) for name in SETS):
         for work in works:
             small = tune.small(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 
@@ -109,3 +110,22 @@ def test_the_sweep_knows_every_option_and_pair_of_the_report() -> None:
     assert set(drawn["options"]) <= names
     assert set(drawn["pairs"]) == pairs
     assert sweep.rarest({"a": 3}, {"a", "b"}) == ("b", 0)
+
+
+def test_code_made_elsewhere_is_kept_under_the_name_of_this_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treeattn.cuda.binary import cache_name
+    from treeattn.cuda.build import source_dir
+
+    cubins = load("benchmarks/gpu_cubins.py")
+    source, code = source_dir() / "mla_sm90.cu", tmp_path / "code"
+    code.write_bytes(b"as it is in the cache")
+    with tarfile.open(tmp_path / cubins.ARCHIVE, "w:xz") as archive:
+        for macros in cubins.BUILDS:
+            archive.add(code, cache_name(source, macros, "nvcc-13.0.88"))
+    monkeypatch.setenv("TREEATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cubins, "first_compiler", lambda: "nvrtc-13.2")
+    assert cubins.keep(tmp_path) == len(cubins.BUILDS)
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    assert kept == {cache_name(source, macros, "nvrtc-13.2"): code.read_bytes() for macros in cubins.BUILDS}
