@@ -320,7 +320,7 @@ struct Producer {
   // Padding rows of out become 0, their lse -inf: 32 rows of each block, and so on.
   __device__ __forceinline__ void zero_padding() {
 #pragma unroll 1
-    for (u32 begin = blockIdx.x * 32; begin < static_cast<u32>(p.total_q); begin += gridDim.x * 32) {
+    for (u32 begin = blockIdx.x * 32; begin < static_cast<u32>(p.total_q); begin += blocks_of_grid() * 32) {
       find_thread();
       u32 left = __ballot_sync(~0u, is_padding(begin + lane));
 #pragma unroll 1

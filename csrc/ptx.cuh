@@ -26,13 +26,19 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 // Ends the grid with an error.
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
-// Thread of its block, of its warpgroup. Read anew each time: a value that is kept would hold a register where there are few.
+// Thread of its block, of its warpgroup; blocks of the grid. Read anew each time: a value that is kept would hold a register
+// where there are few.
 __device__ __forceinline__ u32 thread_in_block() {
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 __device__ __forceinline__ u32 thread_in_group() { return thread_in_block() % 128; }
+__device__ __forceinline__ u32 blocks_of_grid() {
+  u32 blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
 
 // What is not so on the way to the first keys: code elsewhere, so that the way is straight and its instructions are there.
 __device__ __forceinline__ bool seldom(bool condition) { return __builtin_expect(condition, false); }
