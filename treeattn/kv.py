@@ -118,6 +118,8 @@ class PagedKV:
     _width: HostWidth = field(default_factory=HostWidth, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.page_size, (int, torch.SymInt)):
+            raise TypeError(f"page_size must be an int, got {self.page_size!r}")
         if self.page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {self.page_size}")
         csr = (self.kv_indptr is not None) + (self.kv_indices is not None)
@@ -162,6 +164,12 @@ class PagedKV:
     def width(self) -> int:
         """Page ids in use: of each row of `block_table`, or of `kv_indices`. Less than there is room after `copy_`."""
         return self._width.entries
+
+    @property
+    def launch_width(self) -> int:
+        """What a launch is given as the width: a graph keeps that of its capture, and tables may be copied in later."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.table.shape[-1] if capturing else self.width
 
     @property
     def device(self) -> torch.device:
@@ -243,6 +251,12 @@ class PagedKV:
             return cls(page_size=page_size, kv_indptr=indptr, kv_indices=indices, num_pages=num_pages, **more)
         table = zeros(max_batch, max_pages_per_request or 0)
         return cls(page_size=page_size, block_table=table, num_pages=num_pages, **more)
+
+    def narrowed(self, width: int | None) -> PagedKV:
+        """These addresses, of which so many page ids are in use; None for as many as there are."""
+        if width is not None:
+            self._width.entries = width
+        return self
 
     def copy_(self, source: PagedKV) -> None:
         """Copy a step's addresses into this object's memory; nothing of the step before is left.

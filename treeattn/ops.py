@@ -110,11 +110,12 @@ def _compact_kv_(
     lens: Tensor,
     kv_layout: KVLayout = "NHD",
     backend: Backend = None,
+    width: int | None = None,
 ) -> None:
     kv = PagedKV(
         page_size=page_size, kv_indptr=kv_indptr, kv_indices=kv_indices, block_table=block_table,
         tree_slots=tree_slots, kv_start=kv_start,
-    )  # fmt: skip
+    ).narrowed(width)  # fmt: skip
     compact_kv_(caches, kv, _layout(layout, status, max_q_len, q_len), rows, lens, kv_layout, backend)
 
 
@@ -133,6 +134,6 @@ _define(
 _define(
     "compact_kv_(Tensor(a!)[] caches, SymInt page_size, Tensor? kv_indptr, Tensor? kv_indices, Tensor? block_table, "
     f"Tensor? tree_slots, Tensor? kv_start, {_LAYOUT.format(status='Tensor(b!)')}, Tensor rows, Tensor lens, "
-    "str kv_layout='NHD', str? backend=None)",
+    "str kv_layout='NHD', str? backend=None, SymInt? width=None)",
     _compact_kv_,
 )

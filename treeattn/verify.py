@@ -233,7 +233,7 @@ def compact_kv_(
     if torch.compiler.is_dynamo_compiling():
         torch.ops.treeattn.compact_kv_(
             many, kv.page_size, kv.kv_indptr, kv.kv_indices, kv.block_table, kv.tree_slots, kv.kv_start,
-            *layout.flatten(), rows, lens, kv_layout, backend,
+            *layout.flatten(), rows, lens, kv_layout, backend, kv.width,
         )  # fmt: skip
         return
     if kv_layout not in ("NHD", "HND"):

@@ -158,6 +158,23 @@ def test_a_place_outside_the_table_is_reported_and_not_moved(device: torch.devic
         layout.check()
 
 
+def test_a_narrower_table_that_was_copied_in_has_no_page_behind_it(device: torch.device) -> None:
+    """Not page 0, where another request's tokens may lie."""
+    own = PagedKV.allocate(2, page_size=2, max_pages_per_request=4, device=device)
+    own.copy_(PagedKV(page_size=2, block_table=torch.tensor([[3, 5], [0, 1]], dtype=torch.int32, device=device)))
+    layout = TreeLayout.from_parents(
+        torch.tensor([[-1, 0, 0, 0], [-1, 0, 0, 0]], device=device), torch.tensor([3, 0], device=device)
+    )
+    cache = torch.arange(16.0, device=device).view(8, 2, 1, 1).repeat(1, 1, 1, 16)
+    before = cache.clone()
+    rows, lens = torch.tensor([[0, 3], [0, 2]], device=device), torch.tensor([2, 2], device=device)
+    compact_kv_([cache], own, layout, rows, lens, backend="triton")
+    before[0, 1] = before[1, 0]  # of the second request, whose rows are in the table
+    assert torch.equal(cache, before)
+    with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 7 cache entries, its part .* has 4"):
+        layout.check()
+
+
 def test_a_csr_range_outside_the_page_ids_is_not_read(device: torch.device) -> None:
     layout = TreeLayout.chain([3], 6, device=device)
     memory = torch.tensor([0, 1, 2, 3, 3], device=device)

@@ -155,9 +155,7 @@ def launch_plan(step: Step) -> None:
     launch = step.launches.get("plan")
     if launch is None:
         launch = step.launches["plan"] = plan_launch(step)
-    capturing = step.layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    # a graph keeps the number that it was captured with, while tables may be copied in outside of it
-    width = step.kv.table.shape[-1] if capturing else step.kv.width
+    width = step.kv.launch_width
     if launch.arguments["max_pages"] != width:
         launch.replace("max_pages", width)
     launch()

@@ -300,7 +300,7 @@ def compact_launches(
             "slots_ptr": table if kv.tree_slots is None else kv.tree_slots,
             "table_ptr": table,
             "stride_table": table.stride(0) if kv.block_table is not None else 0,
-            "table_width": table.shape[-1],
+            "table_width": kv.launch_width,
             "indptr_ptr": table if kv.kv_indptr is None else kv.kv_indptr,
             "start_ptr": table if kv.kv_start is None else kv.kv_start,
             "page_size": kv.page_size,
