@@ -549,3 +549,21 @@ def test_the_object_is_frozen() -> None:
     with pytest.raises(AttributeError):
         layout.q_len = 3  # type: ignore[misc]
     assert replace(layout, q_len=None).mask_words is layout.mask_words
+
+
+def test_a_ragged_mask_of_words_has_words_for_its_widest_request(device: torch.device) -> None:
+    words = torch.full((70, 1), -1, device=device)
+    sizes = {"qo_indptr": torch.tensor([0, 70], device=device), "max_q_len": 70, "total_q": 70}
+    prefix = torch.tensor([0], device=device)
+    with pytest.raises(ValueError, match="words have 1 x 64 bits a row, requests of up to 70 rows need more"):
+        TreeLayout.from_mask(words, "words", prefix, **sizes)
+    positions = torch.tensor([4, 5], device=device)
+    with pytest.raises(ValueError, match="positions have 2 entries, the batch has 70 rows"):
+        TreeLayout.from_mask(words.repeat(1, 2), "words", prefix, positions=positions, **sizes)
+
+
+def test_lengths_are_integers() -> None:
+    with pytest.raises(TypeError, match="prefix_lens must hold integers: 'float'"):
+        TreeLayout.chain([5.5], q_len=2)
+    with pytest.raises(ValueError, match=r"qo_indptr has batch \+ 1 entries, got none"):
+        TreeLayout.chain([], qo_indptr=[])

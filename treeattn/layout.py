@@ -235,7 +235,7 @@ class TreeLayout:
         prefix_lens, num_nodes, qo_indptr, max_q_len, validate
             As in `from_parents`. `q_len` instead of `qo_indptr` for one width.
         positions : Tensor int32 or int64 [total_q], optional
-            Positions of the rows; depths are then `positions - prefix_len`.
+            Positions of the rows, within 2^30 of the prefix's length; depths are then `positions - prefix_len`.
         mask_indptr : int32 or int64 [batch + 1], optional
             Where each request's block starts (bytes for "packed"), when not at the canonical place.
             Validation compares it with the canonical one.
@@ -382,6 +382,8 @@ def _build(
     mask_indptr: Ints | None = None,
 ) -> TreeLayout:
     """Allocate a layout of exactly this batch and write it."""
+    if batch < 0:
+        raise ValueError("qo_indptr has batch + 1 entries, got none")
     for name, given in (("prefix_lens", prefix_lens), ("num_nodes", num_nodes)):
         if given is not None and len(given) != batch:
             raise ValueError(f"{name} has {len(given)} entries, the batch has {batch} requests")
@@ -392,6 +394,10 @@ def _build(
         max_q_len = q_len
     if max_q_len is None or total_q is None:
         raise ValueError("pass q_len (one width), or qo_indptr (a width for each request)")
+    if form == "words" and q_len is None and mask is not None and mask.dim() == 2 and 64 * mask.shape[1] < max_q_len:
+        raise ValueError(f"words have {mask.shape[1]} x 64 bits a row, requests of up to {max_q_len} rows need more")
+    if positions is not None and positions.numel() < total_q:
+        raise ValueError(f"positions have {positions.numel()} entries, the batch has {total_q} rows")
     layout = replace(TreeLayout.allocate(batch, max_q_len, total_q, device), q_len=q_len)
     write_layout_(
         layout,

@@ -6,6 +6,7 @@ Shapes, dtypes, devices and capacities are checked on every call and need no dev
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
@@ -69,7 +70,11 @@ class LayoutInput:
 def ints(value: Ints, name: str, device: torch.device) -> Tensor:
     """Return a 1-D int32 or int64 tensor on `device`; sequences are copied, tensors must be there."""
     if not isinstance(value, Tensor):
-        return torch.tensor(list(value), dtype=torch.int64, device=device)
+        try:
+            whole = [operator.index(number) for number in value]
+        except TypeError as error:
+            raise TypeError(f"{name} must hold integers: {error}") from error
+        return torch.tensor(whole, dtype=torch.int64, device=device)
     if value.device != device:
         raise ValueError(f"{name} is on {value.device}, must be on {device}")
     if value.dtype not in _INTS:

@@ -170,6 +170,10 @@ def _read_mask(
     if source.kind == "words":
         rows, n = min(data.shape[0], layout.total_q), min(data.shape[1], layout.num_words)
         words[:rows, :n] = data[:rows, :n]
+        narrow = nodes > 64 * data.shape[1]
+        for b in narrow.nonzero().flatten().tolist():
+            findings.append((Status.MASK_SIZE, b, 64 * data.shape[1], int(nodes[b])))
+        nodes.masked_fill_(narrow, 0)
         return words
     indptr = canonical_indptr(source, qo)
     if source.mask_indptr is None:

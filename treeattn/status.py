@@ -42,7 +42,9 @@ MESSAGES: dict[Status, str] = {
     ),
     Status.KV_CAPACITY: ("request {request}: needs {value} cache entries, its part of the KV address table has {row}"),
     Status.PREFIX_LEN: "request {request}: prefix_len is {value} (or beyond), must be 0 or more and an int32",
-    Status.MASK_SIZE: ("request {request}: its block of the flat mask ends at {value}, the mask has {row} elements"),
+    Status.MASK_SIZE: (
+        "request {request}: its block of the flat mask ends at {value}, the mask has {row} elements (words: bits a row)"
+    ),
     Status.BIAS_VALUE: (
         "request {request}: row {row} has a bias at key {value} that is neither 0 (visible) "
         "nor masked (-inf or a large negative number)"

@@ -250,6 +250,19 @@ def test_a_mask_that_ends_early_empties_its_request(device: torch.device) -> Non
     assert layout.num_nodes.tolist() == [0, 0]
 
 
+def test_words_that_are_too_narrow_for_a_request_empty_it(device: torch.device) -> None:
+    """In static buffers, whose steps may be narrower than they are."""
+    words = torch.full((80, 1), -1)
+    step = {"batch": 2, "qo_indptr": torch.tensor([0, 10, 80]), "prefix_lens": torch.tensor([3, 3]), "form": "words"}
+    layout = compare(device, (2, 70, 80), mask=words, **step)
+    assert layout.num_nodes.tolist() == [10, 0]
+    with pytest.raises(ValueError, match=r"MASK_SIZE: request 1: .* ends at 70, the mask has 64"):
+        layout.check()
+    layout = compare(device, (2, 70, 80), mask=words, num_nodes=torch.tensor([10, 64]), **step)
+    assert layout.num_nodes.tolist() == [10, 64]
+    layout.check()
+
+
 @pytest.mark.parametrize("form", ["full", "packed", "bias"])
 @pytest.mark.parametrize("prefix", [3, 2047, 9001])
 def test_long_rows_are_read_by_several_programs(device: torch.device, prefix: int, form: str) -> None:

@@ -343,6 +343,12 @@ def finish_kernel(
             about_value = tl.where(odd, odd_value, about_value)
             nodes = tl.where(odd, 0, nodes)
             tl.debug_barrier()  # warps may each have read all states and flags, which the rows below overwrite
+        else:
+            narrow = nodes > words_given * 64
+            code = tl.where(narrow, MASK_SIZE, code)
+            about_row = tl.where(narrow, words_given * 64, about_row)
+            about_value = tl.where(narrow, nodes, about_value)
+            nodes = tl.where(narrow, 0, nodes)
         for first in range(0, width, ROWS):
             local = first + tl.arange(0, ROWS)
             rows = start + local
