@@ -147,3 +147,33 @@ def test_nbytes_of_a_cuda_group_counts_its_own_tiles() -> None:
     # 17 nodes of 8 heads are one tile of 192 rows, of which an H200 has a program an SM
     expected = 8 * 132 * 192 * 129 + 80 * 132 + 64 * 4
     assert StaticBuffers.nbytes(4, 17, groups=[{**group, "backend": "cuda"}]) - layout == expected
+
+
+def test_a_ragged_step_wants_a_slot_for_each_row_of_its_trees() -> None:
+    own = PagedKV.allocate(2, page_size=1, max_pages_per_request=4, max_total_q=8, device="cpu")
+    buffers = StaticBuffers(2, 4, device="cpu")
+    buffers.add_group(1, 1, 16, kv=own, dtype=torch.float32, backend="torch")
+    table, slots = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.arange(20, 24, dtype=torch.int32)
+    step = {
+        "parents": torch.tensor([-1, 0, 0, -1, 0, 0]), "qo_indptr": torch.tensor([0, 3, 6]),
+        "prefix_lens": torch.tensor([2, 2]),
+    }  # fmt: skip
+    before = own.tree_slots.clone()
+    with pytest.raises(ValueError, match="kv has 4 tree_slots, the step has 6 query rows"):
+        buffers.update_(**step, kv=PagedKV(page_size=1, block_table=table, tree_slots=slots))
+    assert torch.equal(own.tree_slots, before)
+    buffers.update_(**step, kv=PagedKV(page_size=1, block_table=table, tree_slots=slots.repeat(2)[:6]))
+
+
+def test_what_an_update_refuses_by_its_shapes() -> None:
+    buffers = StaticBuffers(2, 4, device="cpu")
+    with pytest.raises(ValueError, match=r"prefix_lens is \[batch\], got \(\)"):
+        buffers.update_(chain=True, q_len=2, prefix_lens=torch.tensor(3))
+    with pytest.raises(ValueError, match=r"either q_len .* or qo_indptr"):
+        buffers.update_(chain=True, q_len=2, qo_indptr=torch.tensor([0, 3]), prefix_lens=torch.tensor([3]))
+
+
+def test_groups_without_a_plan_take_no_memory() -> None:
+    group: dict[str, Any] = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    for backend in ("torch", "reference"):
+        assert StaticBuffers.nbytes(4, 17, groups=[{**group, "backend": backend}]) == StaticBuffers.nbytes(4, 17)

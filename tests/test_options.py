@@ -76,6 +76,15 @@ def test_scattered_sinks_and_scales_are_refused() -> None:
         treeattn.tree_attention(q, cache, cache, step, k_scale=[2.0])
     with pytest.raises(TypeError, match="window_left must be an int"):
         treeattn.plan(layout, kv, 2, 2, 16, window_left=None)
+    for name in ("sm_scale", "logits_soft_cap"):
+        with pytest.raises(TypeError, match=f"{name} must be a float, got a tensor"):
+            treeattn.tree_attention(q, cache, cache, step, **{name: torch.tensor(0.5)})
+    with pytest.raises(TypeError, match=r"num_kv_heads must be an int, got 2\.0"):
+        treeattn.plan(layout, kv, 2, 2.0, 16)
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype, got 'float32'"):
+        treeattn.plan(layout, kv, 2, 2, 16, dtype="float32")
+    with pytest.raises(TypeError, match=r"page_size must be an int, got 1\.5"):
+        treeattn.PagedKV(block_table=kv.block_table, page_size=1.5)
 
 
 def test_merge_checks_before_it_writes() -> None:

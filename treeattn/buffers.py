@@ -19,7 +19,7 @@ from .geometry import Geometry, Part
 from .kv import KVLayout, PagedKV
 from .layout import TreeLayout, write_layout_
 from .layout_input import MaskForm
-from .plan import TWIN, HostState, PlanBuffers, Step, config_of, invariant_slots, prepare_step, update_plan_
+from .plan import PLANNED, TWIN, HostState, PlanBuffers, Step, config_of, invariant_slots, prepare_step, update_plan_
 from .validate import refuse_in_capture, validate_update, validation_wanted
 
 
@@ -161,8 +161,9 @@ class StaticBuffers:
         if kv is not None:
             if kv.batch < batch:
                 raise ValueError(f"kv covers {kv.batch} requests, the step has {batch}")
-            if kv.tree_slots is not None and rows is not None and kv.tree_slots.shape[0] < rows:
-                raise ValueError(f"kv has {kv.tree_slots.shape[0]} tree_slots, the step has {rows} query rows")
+            offered = rows if rows is not None or parents is None else parents.numel()
+            if kv.tree_slots is not None and offered is not None and kv.tree_slots.shape[0] < offered:
+                raise ValueError(f"kv has {kv.tree_slots.shape[0]} tree_slots, the step has {offered} query rows")
             for own in owned:
                 own.check_fits(kv)
         # its checks come before it writes, so addresses are copied after it
@@ -187,7 +188,11 @@ class StaticBuffers:
         layout = self.layout
         if not isinstance(prefix_lens, Tensor):
             raise TypeError(f"prefix_lens must be a tensor on {layout.device}, got {type(prefix_lens).__name__}")
+        if prefix_lens.ndim != 1:
+            raise ValueError(f"prefix_lens is [batch], got {tuple(prefix_lens.shape)}")
         batch = prefix_lens.shape[0]
+        if qo_indptr is not None and q_len is not None:
+            raise ValueError("pass either q_len (one width) or qo_indptr (a width for each request)")
         if parents is not None and parents.ndim == 2 and parents.shape[0] != batch:
             raise ValueError(f"parents has {parents.shape[0]} requests, prefix_lens has {batch}")
         if batch > layout.batch:
@@ -251,8 +256,9 @@ class StaticBuffers:
         -----
         With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
         bytes. A Triton or CUDA group with P programs and row tiles of R takes
-        ``8 * P * R * (head_dim_v + 1) + 80 * P + 20 * max_batch + 20``: two float32 partials (out and lse) a program.
-        A batch-invariant one has ``4 * R * (head_dim_v + 1)`` for each of :func:`treeattn.plan.invariant_slots`
+        ``8 * P * R * (head_dim_v + 1) + 80 * P + 64 * max_batch``: two float32 partials (out and lse) a program.
+        Groups of the other backends take nothing. A batch-invariant one has
+        ``4 * R * (head_dim_v + 1)`` for each of :func:`treeattn.plan.invariant_slots`
         in place of the first term. With "auto" P and R are those of the backend that it takes, the CUDA kernels taken
         for granted on sm_90 unless a GPU here says otherwise; where that hangs on the room for keys, the larger sum.
         """
@@ -269,6 +275,9 @@ class StaticBuffers:
                 raise ValueError("a batch_invariant group needs max_kv_tokens: it has memory for every split")
             sizes = []
             for name in _backends_of(backend, arch, group, max_batch, max_q_len):
+                if name not in PLANNED:
+                    sizes.append(0)
+                    continue
                 config = config_of(name, arch, group, max_q_len)
                 programs = num_sms * config.programs_per_sm
                 slots = None

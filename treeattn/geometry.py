@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,6 +56,12 @@ class Geometry:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_v"):
+            if not isinstance(getattr(self, name), numbers.Integral):
+                raise TypeError(f"{name} must be an int, got {getattr(self, name)!r}")
+        for name in ("dtype", "kv_dtype"):
+            if not isinstance(getattr(self, name), torch.dtype):
+                raise TypeError(f"{name} must be a torch.dtype, got {getattr(self, name)!r}")
         heads, kv_heads = self.num_qo_heads, self.num_kv_heads
         if kv_heads < 1 or heads < 1 or heads % kv_heads:
             raise ValueError(f"num_qo_heads {heads} must be a multiple of num_kv_heads {kv_heads}, and both positive")

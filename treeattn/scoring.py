@@ -61,6 +61,10 @@ def check_scoring(
         if geometry.shared_kv:
             raise ValueError("sm_scale must be given with shared_kv: the scale of MLA is not 1 / sqrt(head_dim)")
         sm_scale = 1 / math.sqrt(geometry.head_dim)
+    given: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+    for name, number in given.items():
+        if isinstance(number, Tensor):  # a call's options are kept, and a tensor may hold another number later
+            raise TypeError(f"{name} must be a float, got a tensor")
     if not abs(sm_scale) <= MAX_SCALE:
         raise ValueError(f"sm_scale must be a number within 2^127, got {sm_scale}")
     if not (logits_soft_cap == 0 or 1e-30 <= logits_soft_cap <= 1e30):
