@@ -209,10 +209,10 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
   __device__ __forceinline__ void item(const Cursor& at) {
     const Fp8Tiles tiles = fp8_tiles<KEYS>(p, at);
     const i32 boxed = boxed_tiles(at);
-    if (p.page_rows != 0)
-      this->find_boxes(at, 0);
-    else
+    if (p.page_rows == 0)
       this->load_pages(pages, at, 0);
+    else if (warp != 0 || place.item() > 0)  // of the first item it has them
+      this->find_boxes(at, 0);
     u32 last = slot;  // of the tile before
 #pragma unroll 1
     for (i32 tile = 0; tile < STAGED; ++tile) {

@@ -40,6 +40,7 @@ struct MlaProducer {
   const AttentionParams& p;
   Memory& memory;
   u32 lane = 0;
+  u32 pages = 0;  // of the item's next 32 boxes, a lane each
 
   __device__ __forceinline__ MlaProducer(const AttentionParams& params, Memory& shared) : p(params), memory(shared) {}
 
@@ -110,21 +111,20 @@ struct MlaProducer {
     return cached(index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table), position, at.kv_head);
   }
 
-  // Page ids of the item's next 32 boxes, a lane each.
-  __device__ __forceinline__ u32 find_boxes(const Cursor& at, u32 first) const {
+  __device__ __forceinline__ void find_boxes(const Cursor& at, u32 first) {
     const u32 rows = p.page_rows, position = at.full_key + (first + lane) * rows;
-    if (rows == 0 || position >= static_cast<u32>(at.full_key + at.full_tiles * MLA_KEYS)) return 0;
-    return index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table);
+    if (rows != 0 && position < static_cast<u32>(at.full_key + at.full_tiles * MLA_KEYS))
+      pages = index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table);
   }
 
   // Full tiles by tensor copies: a lane for each box of a part.
   template <class Ring>
-  __device__ __forceinline__ void full_boxes(Ring& ring, const Cursor& at, u32 pages) {
+  __device__ __forceinline__ void full_boxes(Ring& ring, const Cursor& at) {
     const u32 rows = p.page_rows, boxes = MLA_KEYS / rows, all = at.full_tiles * boxes;
     const u32 panel = lane / boxes, box = lane % boxes, head = at.kv_head;
 #pragma unroll 1
     for (u32 first = 0; first < all; first += boxes) {
-      if (seldom(first % 32 == 0 && first > 0)) pages = find_boxes(at, first);
+      if (seldom(first % 32 == 0 && first > 0)) find_boxes(at, first);
       const u32 page = __shfl_sync(~0u, pages, first % 32 + box);
       const u32 position = at.full_key + (first + box) * rows, within = position - page_of(p, position) * p.page_size;
 #pragma unroll
@@ -179,12 +179,12 @@ struct MlaProducer {
       const Cursor& at = memory.items[ring.place.item_slot()];
       if (at.tiles == 0) break;
       find_lane();
-      const u32 pages = find_boxes(at, 0);  // on their way while Q is asked for
+      if (ring.place.item() > 0) find_boxes(at, 0);  // on their way while Q is asked for
       copy_tile(ring, q_row(p, at, lane), q_row(p, at, lane + 32));
       if (p.page_rows == 0)
         full_rows(ring, at);
       else
-        full_boxes(ring, at, pages);
+        full_boxes(ring, at);
       find_lane();
       i32 unit = at.edge_begin;
 #pragma unroll 1
@@ -205,10 +205,14 @@ struct MlaProducer {
     __syncwarp();
   }
 
-  // The last warp's, before the block's barriers are there: read the plan, and find the first item.
-  __device__ __forceinline__ void begin() {
+  // Before the block's barriers are there: the last warp reads the plan and finds the first item, the others where it is.
+  __device__ __forceinline__ void begin(u32 warp) {
     find_lane();
     wait_prerequisites();
+    if (warp < 3) {
+      pages = planned_page(p, blockIdx.x, lane);
+      return;
+    }
     launch_dependents();  // not before: they read the plan ahead of their own wait
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
     __syncwarp();

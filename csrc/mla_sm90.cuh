@@ -34,7 +34,7 @@ __device__ __forceinline__ void mla_sm90(const AttentionParams& p) {
 
   Producer producer(p, memory);
 
-  if (uniform(warp) == 15) producer.begin();  // the way to the first keys is the longest, and starts here
+  if (uniform(warp) >= 12) producer.begin(uniform(warp % 4));  // the way to the first keys is the longest, and starts here
   if (uniform(warp) == 0) {
     if (shared_address(shared_bytes) % ATOM_BYTES != 0) trap();
     for (u32 barrier = lane; barrier < Memories::BARRIERS; barrier += 32)

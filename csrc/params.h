@@ -32,7 +32,7 @@ struct AttentionParams {
   const float* v_scales;  // the same of V
   float* partial_out;   // [slots, tile rows, head_dim], two slots a program, or one for each split
   float* partial_lse;   // [slots, tile rows], base 2
-  const i32* work;      // [num_programs, 16], the plan: see treeattn/kernels/plan.py
+  const i32* work;      // [num_programs, 48], the plan: see treeattn/kernels/plan.py
   const i32* turns;     // [batch, 8], requests in the order in which blocks come to them
   const i32* spans;     // [batch, 8]
   u32* arrivals;        // [num_programs, 4], 0 between launches: see merge.cuh

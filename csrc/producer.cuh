@@ -352,13 +352,14 @@ struct Producer {
   // The first warp's, before the block's barriers are there.
   __device__ __forceinline__ void begin() {
     begin_walk();
-    find();
+    find_item();
   }
 
   __device__ __forceinline__ void begin_walk() {
     find_thread();
     wait_prerequisites();
     launch_dependents();  // not before: they read the plan ahead of their own wait
+    pages = planned_page(p, blockIdx.x, lane);
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
     if (lane == 0) memory.passed = memory.num_parts = 0;
     __syncwarp();

@@ -14,7 +14,7 @@
 namespace treeattn {
 
 constexpr i32 EDGE_KEYS = 32;  // of an edge unit: one mask word a row
-constexpr i32 WORK_FIELDS = 16, TURN_FIELDS = 8, SPAN_FIELDS = 8, SPAN_NODES = 3;
+constexpr i32 WORK_FIELDS = 48, WORK_PAGES = 16, TURN_FIELDS = 8, SPAN_FIELDS = 8, SPAN_NODES = 3;
 constexpr i32 PART_PREFIX = 1;
 
 __device__ __forceinline__ i32 least(i32 a, i32 b) { return a < b ? a : b; }
@@ -58,6 +58,12 @@ __device__ __forceinline__ i32 key_of_node(const AttentionParams& p, const Curso
 // The plan's record of a block, of which `first` and `full` are only there if it is ranged.
 __device__ __forceinline__ i32 planned(const AttentionParams& p, i32 block, i32 field) {
   return (field == 12 || field == 13) && p.ranged == 0 ? 0 : p.work[block * WORK_FIELDS + field];
+}
+
+// Page id of box number `lane` of the block's first item, which the plan has found: nobody waits for the plan and then for the
+// table. Only where there are tensor copies.
+__device__ __forceinline__ u32 planned_page(const AttentionParams& p, i32 block, u32 lane) {
+  return p.page_rows == 0 ? 0 : static_cast<u32>(p.work[block * WORK_FIELDS + WORK_PAGES + lane]);
 }
 
 // Fill in the part of the item at the cursor.

@@ -125,7 +125,7 @@ def test_nbytes_follows_the_written_formula(batch: int, q_len: int, rows: int | 
         # "auto" on sm_90: the CUDA kernels, which have no float32
         config = group_config(90, geometry, q_len) if "dtype" in group else cuda_config(geometry, q_len)
         programs = 132 * config.programs_per_sm
-        expected += 8 * programs * config.block_m * (group["head_dim"] + 1) + 80 * programs + 64 * batch
+        expected += 8 * programs * config.block_m * (group["head_dim"] + 1) + 208 * programs + 64 * batch
     assert StaticBuffers.nbytes(batch, q_len, rows, groups=groups) == expected
 
 
@@ -145,7 +145,7 @@ def test_nbytes_of_a_cuda_group_counts_its_own_tiles() -> None:
     group: dict[str, Any] = {"num_qo_heads": 64, "num_kv_heads": 8, "head_dim": 128}
     layout = StaticBuffers.nbytes(4, 17)
     # 17 nodes of 8 heads are one tile of 192 rows, of which an H200 has a program an SM
-    expected = 8 * 132 * 192 * 129 + 80 * 132 + 64 * 4
+    expected = 8 * 132 * 192 * 129 + 208 * 132 + 64 * 4
     assert StaticBuffers.nbytes(4, 17, groups=[{**group, "backend": "cuda"}]) - layout == expected
 
 

@@ -256,7 +256,7 @@ class StaticBuffers:
         -----
         With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
         bytes. A Triton or CUDA group with P programs and row tiles of R takes
-        ``8 * P * R * (head_dim_v + 1) + 80 * P + 64 * max_batch``: two float32 partials (out and lse) a program.
+        ``8 * P * R * (head_dim_v + 1) + 208 * P + 64 * max_batch``: two float32 partials (out and lse) a program.
         Groups of the other backends take nothing. A batch-invariant one has
         ``4 * R * (head_dim_v + 1)`` for each of :func:`treeattn.plan.invariant_slots`
         in place of the first term. With "auto" P and R are those of the backend that it takes, the CUDA kernels taken

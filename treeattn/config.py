@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -73,6 +74,20 @@ class KernelConfig:
     def split_tiles(self) -> int:
         """KV tiles of a split in batch-invariant mode."""
         return max(INVARIANT_KEYS // self.block_n, 1)
+
+
+SWIZZLE_ROWS = 8
+"""Rows of 128 bytes that are the period of the swizzle in which csrc keeps K and V."""
+
+
+def box_rows(page_size: int, keys: int) -> int:
+    """Slots of a page that a tensor copy of csrc brings at once, of tiles of so many keys; 0 where there is none.
+
+    >>> box_rows(16, 64), box_rows(48, 64), box_rows(256, 64), box_rows(1, 64)
+    (16, 16, 64, 0)
+    """
+    rows = math.gcd(page_size, keys)
+    return rows if rows >= SWIZZLE_ROWS else 0
 
 
 def next_power_of_2(n: int) -> int:

@@ -44,7 +44,7 @@ class PlanBuffers:
         """Shape and dtype of each tensor: the formula behind ``StaticBuffers.nbytes``; two partials a program."""
         slots = 2 * num_programs if slots is None else slots
         return {
-            "work": ((num_programs, 16), torch.int32),
+            "work": ((num_programs, 48), torch.int32),
             "turns": ((max(batch, 1), 8), torch.int32),
             "spans": ((max(batch, 1), 8), torch.int32),
             "arrivals": ((num_programs, 4), torch.int32),
@@ -224,7 +224,8 @@ def plan(
     layout : TreeLayout
         The batch's trees.
     kv : PagedKV
-        Where the batch's K and V are. Borrowed: a later change of its tensors needs a new plan only if lengths change.
+        Where the batch's K and V are. Borrowed: its tensors must stay as they are while the step is used (a plan for
+        the CUDA kernels has page ids in it).
     num_qo_heads, num_kv_heads, head_dim : int
         Geometry of the layers (per GPU). The first must be a multiple of the second.
     head_dim_v : int, optional

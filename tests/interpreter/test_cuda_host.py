@@ -36,8 +36,9 @@ from treeattn import backends
 from treeattn.backends import choose_backend
 from treeattn.buffers import tensors_of
 from treeattn.capabilities import CAPABILITIES, Asked, missing
+from treeattn.config import box_rows
 from treeattn.cuda.build import Fp8Shape, Fp8WideShape, MlaFp8Shape, kernels_in, source_dir
-from treeattn.cuda.config import cuda_config, variant_of
+from treeattn.cuda.config import KEYS, cuda_config, variant_of
 from treeattn.cuda.launch import CacheMaps, fill, params_of, scale_at
 from treeattn.driver import UINT8
 from treeattn.fallback import FallbackLaunch, triton_twin
@@ -159,6 +160,7 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The triton backend, on the CPU, takes the tiles and the attention kernel of the cuda backend."""
     monkeypatch.setattr(launching, "LayerLaunch", host_launch(library))
     monkeypatch.setattr(launching, "is_aligned", lambda step: not step.batch_invariant)
+    monkeypatch.setattr(launching, "boxes_of", lambda step: box_rows(step.kv.page_size, KEYS))
     monkeypatch.setattr("treeattn.cuda.launch.encode_tensor_map", host_map)
     planning = sys.modules["treeattn.plan"]
     monkeypatch.setattr(planning, "group_config", lambda arch, geometry, width: cuda_config(geometry, width))

@@ -6,7 +6,6 @@ A call costs one driver call: the params struct is kept, and only addresses, sca
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 from collections.abc import Sequence
 from functools import cache, partial
@@ -14,6 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from ..config import SWIZZLE_ROWS, box_rows
 from ..driver import (
     BFLOAT16,
     FLOAT16,
@@ -41,8 +41,6 @@ ROW_BYTES = 16
 """What a copy moves at once: rows of q, K and V start at multiples of it."""
 BOX_BYTES = 128
 """Of a row of a tensor copy's box, and of the swizzle."""
-GROUP = 8
-"""Rows of 128 bytes that are the period of the swizzle."""
 MAX_STRIDE = 2**40
 """What a tensor map's strides, in bytes, must stay below."""
 MAX_EXTENT = 2**31
@@ -195,16 +193,6 @@ def params_of(
     return params
 
 
-def box_rows(page_size: int) -> int:
-    """Slots of a page that a tensor copy brings at once; 0 where there is none: 8 rows are the period of the swizzle.
-
-    >>> box_rows(16), box_rows(48), box_rows(256), box_rows(1)
-    (16, 16, 64, 0)
-    """
-    rows = math.gcd(page_size, KEYS)
-    return rows if rows >= GROUP else 0
-
-
 class CacheMaps:
     """Tensor maps of the K and V caches of a step's layers, made once for each pair of them.
 
@@ -222,11 +210,11 @@ class CacheMaps:
         usable = all(0 < stride < MAX_STRIDE for stride in self.strides)
         if not step.shared_kv:
             slots, heads = self.strides[1::3], self.strides[2::3]
-            usable &= all(GROUP * slot < MAX_STRIDE for slot in slots)
+            usable &= all(SWIZZLE_ROWS * slot < MAX_STRIDE for slot in slots)
             usable &= all(self._panels(head) < MAX_EXTENT for head in heads)
             usable &= self.kv_heads == 1 or all(head % BOX_BYTES == 0 for head in heads)
         widened = step.shared_kv and self.dtype == UINT8  # on the way to shared memory: no box is copied as it is
-        self.rows = box_rows(self.page_size) if usable and not widened else 0
+        self.rows = box_rows(self.page_size, KEYS) if usable and not widened else 0
         self.made: dict[tuple[int, int, int], bytes] = {}
 
     def of(self, k: int, v: int, num_pages: int) -> bytes:
@@ -246,9 +234,9 @@ class CacheMaps:
 
     def _encode(self, address: int, num_pages: int, strides: Sequence[int]) -> bytes:
         page, slot, head = strides
-        shape: Sequence[int] = (self.dims, GROUP, self._panels(head), self.page_size // GROUP, num_pages)
-        byte_strides: Sequence[int] = (slot, BOX_BYTES, GROUP * slot, page)
-        box: Sequence[int] = (self.dims, GROUP, self.head_dim // self.dims, self.rows // GROUP, 1)
+        shape: Sequence[int] = (self.dims, SWIZZLE_ROWS, self._panels(head), self.page_size // SWIZZLE_ROWS, num_pages)
+        byte_strides: Sequence[int] = (slot, BOX_BYTES, SWIZZLE_ROWS * slot, page)
+        box: Sequence[int] = (self.dims, SWIZZLE_ROWS, self.head_dim // self.dims, self.rows // SWIZZLE_ROWS, 1)
         if self.shared_kv:
             shape, byte_strides = (self.head_dim, self.page_size, self.kv_heads, num_pages), (slot, head, page)
             box = (self.dims, self.rows, 1, 1)

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from .. import backends
-from ..config import next_power_of_2
+from ..config import box_rows, next_power_of_2
 from ..plan import Step
 from ..scoring import Scoring, scale_kind
 from ..status import Status
@@ -140,6 +140,11 @@ def is_aligned(step: Step) -> bool:
     return step.backend == "cuda" and not step.batch_invariant
 
 
+def boxes_of(step: Step) -> int:
+    """Slots of each of the boxes whose page ids the plan finds for csrc; 0 where it finds none."""
+    return box_rows(step.kv.page_size, step.config.block_n) if step.backend == "cuda" else 0
+
+
 def busy_of(step: Step) -> int:
     """Sixteenths of the programs that lanes must keep busy.
 
@@ -181,6 +186,8 @@ def plan_launch(step: Step) -> Launch:
         "turns_ptr": buffers.turns,
         "spans_ptr": buffers.spans,
         "arrivals_ptr": buffers.arrivals,
+        "table_ptr": kv.table,
+        "stride_table_request": kv.table.stride(0),
         "batch": layout.batch,
         "max_pages": kv.width,
         "num_programs": step.num_programs,
@@ -206,6 +213,7 @@ def plan_launch(step: Step) -> Launch:
         "BLOCK_B": block_b,
         "BLOCK_P": block_p,
         "COLUMNS": max(1, POSITIONS * warps // block_b),
+        "BOX_ROWS": boxes_of(step),
     }
     grid = (triton.cdiv(step.num_programs, block_p),)
     return Launch(plan_kernel, grid, layout.device, arguments, {"num_warps": warps})

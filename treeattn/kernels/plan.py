@@ -29,10 +29,12 @@ None is cut, and each has a partial of its own, so that a row's sums do not depe
 
 Outputs (int32):
 
-``work [num_programs, 16]``
+``work [num_programs, 48]``
     What a program needs to start after one load, fields in the order of ``WORK_*``: the request, KV head, row tile and
     KV tile where its stretch begins, its length in tiles, then of that request its nodes, prefix, first row, row tiles
-    and rows of a row tile; the turn behind it, its lane, where it is seen from, its place, and the share.
+    and rows of a row tile; the turn behind it, its lane, where it is seen from, its place, and the share. Then, for
+    csrc, the page ids of the first boxes (BOX_ROWS slots each) from there on, 0 behind the prefix: a block that read
+    the table would wait for this record first.
 ``turns [batch, 8]``
     What a program needs of the request that it goes on to, fields in the order of ``TURN_*``: requests that have work,
     class by class, the widest first, or all in their order where there is one line.
@@ -53,7 +55,7 @@ from ..config import EDGE_KEYS
 from .tiles import within_int32
 
 BLOCK_E = tl.constexpr(EDGE_KEYS)
-WORK_FIELDS = tl.constexpr(16)
+WORK_FIELDS = tl.constexpr(48)
 WORK_REQUEST = tl.constexpr(0)
 WORK_KV_HEAD = tl.constexpr(1)
 WORK_ROW_TILE = tl.constexpr(2)
@@ -70,6 +72,8 @@ WORK_FIRST = tl.constexpr(12)
 WORK_FULL = tl.constexpr(13)
 WORK_PLACE = tl.constexpr(14)  # read in batch-invariant mode
 WORK_SHARE = tl.constexpr(15)  # of every program, in tiles
+WORK_PAGES = tl.constexpr(16)  # of its first boxes
+FIRST_BOXES = tl.constexpr(32)
 ARRIVAL_FIELDS = tl.constexpr(4)
 TURN_FIELDS = tl.constexpr(8)
 TURN_REQUEST = tl.constexpr(0)
@@ -173,10 +177,12 @@ def plan_kernel(
     kv_start_ptr,  # int32 | int64 [batch], read if HAS_START
     positions_ptr,  # int64 [total_q], read if WINDOW
     status_ptr,  # int32 [4]
-    work_ptr,  # int32 [num_programs, 16]
+    work_ptr,  # int32 [num_programs, 48]
     turns_ptr,  # int32 [batch, 8]
     spans_ptr,  # int32 [batch, 8]
     arrivals_ptr,  # int32 [num_programs, 4]
+    table_ptr,  # int32 | int64 page ids, read if BOX_ROWS
+    stride_table_request,  # of a block table
     batch,
     max_pages,  # width of the block table; with CSR, the length of kv_indices
     num_programs,
@@ -202,6 +208,7 @@ def plan_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_P: tl.constexpr,
     COLUMNS: tl.constexpr,  # rows of each request that are looked at together for their positions
+    BOX_ROWS: tl.constexpr,  # slots of a page that csrc's kernel asks for at once, 0 if it copies rows or is not meant
 ):
     b = tl.arange(0, BLOCK_B)
     in_batch = b < batch
@@ -357,6 +364,22 @@ def plan_kernel(
     tl.store(row + WORK_SHARE, p * 0 + share, mask=live)
     words = p[:, None] * ARRIVAL_FIELDS + tl.arange(0, ARRIVAL_FIELDS)[None, :]
     tl.store(arrivals_ptr + words, words * 0, mask=live[:, None])
+    if BOX_ROWS > 0:
+        box = tl.arange(0, FIRST_BOXES)
+        begin = tile
+        if SPLIT > 0:
+            begin = tile * SPLIT
+        if RANGED:
+            begin += tl.cdiv(pick(mine, full), BLOCK_N)
+        position = begin[:, None] * BLOCK_N + box[None, :] * BOX_ROWS
+        there = (position < pick(mine, prefix)[:, None]) & (left > 0)[:, None]
+        entry = (position // PAGE_SIZE).to(tl.int64)
+        if CSR:
+            entry += pick(mine, first_page)[:, None]
+        else:
+            entry += pick(mine, b).to(tl.int64)[:, None] * stride_table_request
+        page = tl.load(table_ptr + entry, mask=there, other=0).to(tl.int32)
+        tl.store(row[:, None] + WORK_PAGES + box[None, :], page, mask=live[:, None])
 
     if tl.program_id(0) == 0:
         span = spans_ptr + b * SPAN_FIELDS
