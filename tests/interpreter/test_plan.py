@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import treeattn
 from treeattn import PagedKV, Step, TreeLayout
+from treeattn.config import box_rows
 from treeattn.kernels import plan as kernel
 from treeattn.kernels.launch import busy_of
 from treeattn.testing import build_case, check_case
@@ -286,3 +287,38 @@ def test_more_work_than_the_line_can_count(device: torch.device) -> None:
         layout.check()
     assert step.buffers is not None
     assert step.buffers.spans[:, 3].tolist() == [0]
+
+
+@given(
+    prefixes=st.lists(st.integers(0, 700), min_size=1, max_size=5),
+    page_size=st.sampled_from([8, 16, 24, 64, 256]),
+    block_table=st.booleans(),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 100),
+)
+@example(prefixes=[640, 0, 64], page_size=16, block_table=True, dtype=torch.int64, seed=0)
+def test_each_program_has_the_pages_of_its_first_boxes(
+    prefixes: list[int], page_size: int, block_table: bool, dtype: torch.dtype, seed: int, device: torch.device
+) -> None:
+    """Of csrc's kernels: of the tiles from its first one on, 32 boxes of as many slots as a page and a tile share."""
+    q_len, width = 3, -(-710 // page_size)
+    ids = torch.randperm(len(prefixes) * width, generator=torch.Generator().manual_seed(seed)).view(-1, width)
+    table = ids.to(dtype).to(device)
+    starts = torch.arange(len(prefixes) + 1, dtype=dtype, device=device) * width
+    kv = (
+        PagedKV(page_size=page_size, block_table=table) if block_table
+        else PagedKV(page_size=page_size, kv_indptr=starts, kv_indices=table.flatten())
+    )  # fmt: skip
+    layout = TreeLayout.chain(torch.tensor(prefixes, device=device), q_len)
+    with (
+        mock.patch("treeattn.backends.num_programs", return_value=7),
+        mock.patch("treeattn.kernels.launch.boxes_of", lambda step: box_rows(page_size, step.config.block_n)),
+    ):
+        step = treeattn.plan(layout, kv, KV_HEADS, KV_HEADS, DIM, dtype=torch.float32, backend="triton")
+    assert step.config is not None
+    rows, first = box_rows(page_size, step.config.block_n), kernel.WORK_PAGES.value
+    for work in record(step, "work"):
+        request, tile, left = work[0], work[3], work[4]
+        positions = [tile * step.config.block_n + box * rows for box in range(kernel.FIRST_BOXES.value)]
+        known = [at if left > 0 and at < prefixes[request] else None for at in positions]
+        assert work[first:] == [0 if at is None else int(ids[request, at // page_size]) for at in known]
