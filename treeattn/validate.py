@@ -242,6 +242,7 @@ def validate_call(step: Step, rows: int, cache: Tensor, fresh: bool) -> None:
     if needed > rows:
         raise ValueError(f"q has {rows} query rows, the layout's requests have {needed}")
     validate_addresses(step, cache_slots(cache, step.kv.page_size), fresh)
+    _validate_planned_pages(step)
 
 
 def cache_slots(cache: Tensor, page_size: int) -> int:
@@ -284,6 +285,34 @@ def validate_addresses(step: Step, token_slots: int | None = None, fresh: bool =
         _validate_pages(kv, b, first, held if fresh else held + behind, token_slots)
         if kv.tree_slots is not None and not step.fresh_tree and not fresh and step.part != "prefix":
             _validate_slots(kv.tree_slots[own].long(), b, token_slots)
+
+
+def _validate_planned_pages(step: Step) -> None:
+    """Check that the page ids which a plan has for csrc's kernels are still the table's."""
+    if step.buffers is None or step.config is None:
+        return
+    from .kernels import launch
+    from .kernels import plan as fields
+
+    rows = launch.boxes_of(step)
+    if rows == 0:
+        return
+    size, block, splits = step.kv.page_size, step.config.block_n, max(launch.split_of(step), 1)
+    for work in step.buffers.work.tolist():
+        b, tile, prefix = (work[field.value] for field in (fields.WORK_REQUEST, fields.WORK_TILE, fields.WORK_PREFIX))
+        if work[fields.WORK_LEFT.value] <= 0:
+            continue
+        seen = -(-work[fields.WORK_FULL.value] // block) if launch.is_ranged(step) else 0
+        begin = (seen + tile * splits) * block
+        planned = work[fields.WORK_PAGES.value :]
+        tokens = range(begin, min(begin + len(planned) * rows, prefix), rows)
+        now = step.kv.pages_of(b)[torch.tensor(tokens, dtype=torch.int64, device=step.kv.device) // size].tolist()
+        for token, page, was in zip(tokens, now, planned, strict=False):
+            if page != was:
+                raise ValueError(
+                    f"request {b}: the page id of token {token} is {page}, it was {was} when the step was planned; a "
+                    "table that has changed needs a new plan (StaticBuffers.update_)"
+                )
 
 
 def _first_token(step: Step, rows: slice) -> int:

@@ -15,7 +15,8 @@ from treeattn import PagedKV, Step, TreeLayout
 from treeattn.config import box_rows
 from treeattn.kernels import plan as kernel
 from treeattn.kernels.launch import busy_of
-from treeattn.testing import build_case, check_case
+from treeattn.testing import Options, Placement, build_case, check_case
+from treeattn.testing.run import call_of, group_of
 
 EDGE = kernel.BLOCK_E.value
 KV_HEADS, DIM = 2, 16
@@ -276,6 +277,24 @@ def test_what_validation_told_of_a_plan_is_not_told_again(device: torch.device) 
     with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 17 .* 13 tokens of prefix \+ 4 nodes, in 4"):
         buffers.update_(chain=True, q_len=4, prefix_lens=torch.tensor([13], device=device))
     buffers.update_(chain=True, q_len=4, prefix_lens=torch.tensor([12], device=device))
+
+
+@pytest.mark.parametrize("options", [Options(), Options(window_left=40), Options(batch_invariant=True)], ids=str)
+def test_validation_tells_of_a_table_that_has_changed_since_the_plan(options: Options, device: torch.device) -> None:
+    case = build_case([[-1, 0, 0]], [150], heads=(2, 1), head_dim=16, dtype=torch.float32, device=device,
+                      placement=Placement(page_size=16, table="block"), options=options)  # fmt: skip
+    kv, group = case.kv(), group_of(case)
+
+    def call(step: Step) -> None:
+        treeattn.tree_attention(case.q, case.k_cache, case.v_cache, step, **call_of(case))
+
+    with mock.patch("treeattn.kernels.launch.boxes_of", lambda step: box_rows(16, step.config.block_n)):
+        step = treeattn.plan(case.layout(), kv, **group, backend="triton", validate=True)
+        call(step)
+        kv.table[0, [7, 9]] = kv.table[0, [9, 7]]
+        with pytest.raises(ValueError, match=r"request 0: the page id of token 112 is .* when the step was planned"):
+            call(step)
+        call(treeattn.plan(case.layout(), kv, **group, backend="triton", validate=True))
 
 
 def test_more_work_than_the_line_can_count(device: torch.device) -> None:
