@@ -172,6 +172,13 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     pass_tile();
   }
 
+  // The parts of the first item's Q, which others copy.
+  __device__ __forceinline__ void pass_q() {
+#pragma unroll 1
+    for (u32 part = 0; part < PARTS; ++part) barrier_arrive(spot(part).full);
+    pass_tile();
+  }
+
   // --- where rows are ---------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ u32 position_at(const Cursor& at, i32 tile, u32 half) const {
@@ -215,7 +222,10 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     locate(rows, at, 0, cached, pages);
 #pragma unroll
     for (u32 index = 0; index < MLA_ASKED; ++index) ask(rows, third, index, cached > 0);
-    copy_tile(q_row(p, at, row()), q_row(p, at, row() + 32));
+    if (latent.item() == 0)
+      pass_q();
+    else
+      copy_tile(q_row(p, at, row()), q_row(p, at, row() + 32));
     if (walks) {
       this->find_lane();
       this->advance();

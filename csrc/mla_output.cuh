@@ -81,6 +81,7 @@ struct MlaOutput {
   __device__ __forceinline__ void item(const Cursor& at) {
     const i32 full = uniform(at.full_tiles), tiles = uniform(at.tiles);
     float low[COUNT], high[COUNT];
+    if (latent.item() == 0) copy_first_q(p, memory, at);
     latent.skip(2);  // Q
 #pragma unroll 1
     for (i32 tile = 0; tile < tiles; ++tile) {

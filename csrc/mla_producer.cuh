@@ -71,6 +71,16 @@ struct MlaProducer {
     }
   }
 
+  // The parts of the first item's Q, which others copy.
+  template <class Ring>
+  __device__ __forceinline__ void pass_q(Ring& ring) {
+#pragma unroll
+    for (u32 part = 0; part < Ring::PARTS; ++part) {
+      barrier_arrive(ring.barrier());
+      ring.place = ring.place.next();
+    }
+  }
+
   // Where the key is that this lane looks after, given its page and its position in the request or the cache.
   __device__ __forceinline__ u64 cached(u32 page, u32 position, i32 kv_head) const {
     const u32 within = position - page_of(p, position) * p.page_size;
@@ -180,7 +190,10 @@ struct MlaProducer {
       if (at.tiles == 0) break;
       find_lane();
       if (ring.place.item() > 0) find_boxes(at, 0);  // on their way while Q is asked for
-      copy_tile(ring, q_row(p, at, lane), q_row(p, at, lane + 32));
+      if (ring.place.item() == 0)
+        pass_q(ring);
+      else
+        copy_tile(ring, q_row(p, at, lane), q_row(p, at, lane + 32));
       if (p.page_rows == 0)
         full_rows(ring, at);
       else

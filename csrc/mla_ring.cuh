@@ -19,6 +19,7 @@ constexpr u32 MLA_PANEL_BYTES = MLA_KEYS * PANEL_COLUMNS * 2;
 constexpr u32 HALVES = 2, QUARTERS = 4, QUARTER_DIMS = LATENT_DIMS / QUARTERS;
 constexpr u32 RING_ARRIVALS = 32;  // of a ring's warp: each lane's copies arrive by themselves; a tensor copy's lane for all
 constexpr u32 SCORERS = 4, WRITERS = 8, MLA_READERS = SCORERS + WRITERS;  // warps: one warpgroup of scores, two of out
+constexpr int FIRST_Q_BARRIER = 3;  // named barrier of all these
 
 // Where a quarter begins, in the order of products with K: first and second quarter of each half.
 __device__ __forceinline__ constexpr u32 quarter_dim(u32 quarter) {
@@ -55,6 +56,28 @@ struct MlaShared {
     return of_item < static_cast<i32>(ITEMS) ? ITEM_LANES : MLA_READERS + 3;  // all but the walk
   }
 };
+
+// The first item's Q to where that of later ones comes through the rings: by the warps that have nothing else to do yet, a few
+// rows of a few panels each, while keys are already asked for.
+template <class Memory>
+__device__ __forceinline__ void copy_first_q(const AttentionParams& p, Memory& memory, const Cursor& at) {
+  constexpr u32 ROWS = 16, PIECES = MLA_PANELS * MLA_ROWS / ROWS, EACH = PIECES / MLA_READERS;
+  static_assert(PIECES % MLA_READERS == 0);
+  const u32 warp = thread_in_block() / 32, lane = thread_in_block() % 32;
+#pragma unroll 1
+  for (u32 piece = warp * EACH; piece < (warp + 1) * EACH; ++piece) {
+    const u32 panel = piece / (MLA_ROWS / ROWS), row = piece % (MLA_ROWS / ROWS) * ROWS, quarter = panel / 2;
+    u32 to = shared_address(memory.ropes[0]), dim = LATENT_DIMS;
+    if (panel < MLA_PANELS - 1) {
+      to = shared_address(memory.latents[quarter % HALVES][quarter / HALVES]) + panel % 2 * MLA_PANEL_BYTES;
+      dim = quarter_dim(quarter) + panel % 2 * PANEL_COLUMNS;
+    }
+    copy_rows<PANEL_COLUMNS, ROWS>(copy_place<PANEL_COLUMNS>(to, MLA_PANEL_BYTES, row, lane),
+                                   q_row(p, at, row + lane % ROWS) + 2 * dim, lane);
+  }
+  copy_async_wait_all();
+  threads_sync<32 * MLA_READERS>(FIRST_Q_BARRIER);
+}
 
 // First row of the slot that takes this block's part of an item: as in consumer.cuh.
 __device__ __forceinline__ i64 mla_part(const AttentionParams& p, const Cursor& at) {

@@ -299,6 +299,7 @@ struct MlaScores {
     u32 q[4 * Q_STEPS];
     float scores[MLA_KEYS / 2];
     idle = uniform(at.row0) + warp * 16 >= uniform(at.row_end);
+    if (latent.item() == 0) copy_first_q(p, memory, at);
     if constexpr (FP8) {
       cached = uniform(fp8_tiles<MLA_KEYS>(p, at).cached);
       const float k_scale = k_worth(p, at);
