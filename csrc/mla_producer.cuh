@@ -208,6 +208,7 @@ struct MlaProducer {
   // Before the block's barriers are there: the last warp reads the plan and finds the first item, the others where it is.
   __device__ __forceinline__ void begin(u32 warp) {
     find_lane();
+    if (warp == 3) warm(p, blockIdx.x, lane);
     wait_prerequisites();
     if (warp < 3) {
       pages = planned_page(p, blockIdx.x, lane);

@@ -357,6 +357,7 @@ struct Producer {
 
   __device__ __forceinline__ void begin_walk() {
     find_thread();
+    warm(p, blockIdx.x, lane);
     wait_prerequisites();
     launch_dependents();  // not before: they read the plan ahead of their own wait
     pages = planned_page(p, blockIdx.x, lane);

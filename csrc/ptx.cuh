@@ -218,6 +218,8 @@ __device__ __forceinline__ void copy_panels(u32 to, const TensorMap& map, i32 pa
       : "memory");
 }
 
+__device__ __forceinline__ void prefetch_line(u64 at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory"); }
+
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -55,6 +55,16 @@ __device__ __forceinline__ i32 key_of_node(const AttentionParams& p, const Curso
   return at.prefix + static_cast<i32>(behind < -most ? -most : behind > most ? most : behind);
 }
 
+// Translations of what the block reads and writes outside of the caches are asked for while the kernel before still runs: a lane
+// for each address of the params struct. Nothing is read.
+__device__ __forceinline__ void warm(const AttentionParams& p, u32 block, u32 lane) {
+  constexpr u32 ADDRESSES = 24, WORK = 12;
+  if (lane < ADDRESSES) {
+    const u64 at = reinterpret_cast<const u64*>(&p.q)[lane];
+    if (at != 0) prefetch_line(at + (lane == WORK ? block * WORK_FIELDS * 4 : 0));
+  }
+}
+
 // The plan's record of a block, of which `first` and `full` are only there if it is ranged.
 __device__ __forceinline__ i32 planned(const AttentionParams& p, i32 block, i32 field) {
   return (field == 12 || field == 13) && p.ranged == 0 ? 0 : p.work[block * WORK_FIELDS + field];

@@ -297,6 +297,7 @@ namespace treeattn {
 inline bool seldom(bool condition) { return condition; }
 inline u32 thread_in_block() { return running; }
 inline u32 thread_in_group() { return running % 128; }
+inline void prefetch_line(u64) {}
 inline u32 blocks_of_grid() { return gridDim.x; }
 inline u32 shared_address(const void* pointer) {
   return static_cast<u32>(static_cast<const unsigned char*>(pointer) - shared_bytes);
