@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from treeattn.kv import PagedKV
 from treeattn.layout import TreeLayout, write_layout_
 from treeattn.layout_input import MaskForm
 from treeattn.masks import pack_words, unpack_words
 from treeattn.tree import parents_from_paths
+from treeattn.verify import accept
 
 FIELDS = (
     "qo_indptr", "prefix_lens", "num_nodes", "mask_indptr", "mask_words", "parents", "depths", "positions",
@@ -560,6 +562,19 @@ def test_a_ragged_mask_of_words_has_words_for_its_widest_request(device: torch.d
     positions = torch.tensor([4, 5], device=device)
     with pytest.raises(ValueError, match="positions have 2 entries, the batch has 70 rows"):
         TreeLayout.from_mask(words.repeat(1, 2), "words", prefix, positions=positions, **sizes)
+
+
+def test_what_is_read_in_place_is_a_tensor() -> None:
+    kinds: list[Any] = [
+        ("parents", lambda: TreeLayout.from_parents([[-1, 0]], [3])),
+        ("mask", lambda: TreeLayout.from_mask([1, 1], "tree", [3], q_len=1)),
+        ("positions", lambda: TreeLayout.from_mask(torch.ones(1, dtype=torch.bool), "tree", [3], 1, positions=[4])),
+        ("block_table", lambda: PagedKV(block_table=[[0]])),
+        ("draft_tokens", lambda: accept(TreeLayout.chain([3], 1), [1], [2])),
+    ]
+    for name, make in kinds:
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
+            make()
 
 
 def test_lengths_are_integers() -> None:

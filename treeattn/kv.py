@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .kinds import require_tensor
+
 KVLayout = Literal["NHD", "HND"]
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -130,6 +132,7 @@ class PagedKV:
             tensor = getattr(self, name)
             if tensor is None:
                 continue
+            require_tensor(tensor, name)
             if tensor.dtype not in _INDEX_DTYPES:
                 raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
             if tensor.ndim != axes:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from treeattn import masks
+from treeattn.kinds import require_tensor
 from treeattn.layout_input import Ints, LayoutInput, MaskForm, check_input, ints
 from treeattn.layout_torch import write_layout_torch_
 from treeattn.status import raise_status
@@ -182,6 +183,7 @@ class TreeLayout:
         ValueError, TypeError
             Shapes, dtypes, devices or capacities do not fit, or what validation found.
         """
+        require_tensor(parents, "parents")
         if parents.dim() == 2:
             batch = parents.shape[0]
             q_len: int | None = parents.shape[1]
@@ -248,6 +250,9 @@ class TreeLayout:
             The length does not fit the form, or a real row has a hole in its prefix part (on CPU or under
             validation; on CUDA that request is emptied and the status word set).
         """
+        require_tensor(mask, "mask")
+        if positions is not None:
+            require_tensor(positions, "positions")
         batch = len(prefix_lens) if qo_indptr is None else len(qo_indptr) - 1
         if total_q is None:
             if q_len is not None:

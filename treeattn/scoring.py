@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .geometry import FP8_DTYPES, Geometry
+from .kinds import require_tensor
 
 Scale = float | Tensor
 MAX_SCALE = 2.0**127
@@ -70,6 +71,7 @@ def check_scoring(
     if not (logits_soft_cap == 0 or 1e-30 <= logits_soft_cap <= 1e30):
         raise ValueError(f"logits_soft_cap must be 0 (none) or 1e-30 to 1e30, got {logits_soft_cap}")
     if sinks is not None:
+        require_tensor(sinks, "sinks")
         if sinks.shape != (geometry.num_qo_heads,):
             raise ValueError(f"sinks: expected [query heads] = [{geometry.num_qo_heads}], got {list(sinks.shape)}")
         if sinks.device != device:

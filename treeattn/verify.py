@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from treeattn.kinds import require_tensor
 from treeattn.kv import KVLayout, PagedKV, cache_strides
 from treeattn.layout import TreeLayout
 from treeattn.status import Status, status_error
@@ -319,6 +320,7 @@ def _use_triton(layout: TreeLayout, backend: Backend) -> bool:
 
 
 def _tokens(layout: TreeLayout, tokens: Tensor, name: str) -> Tensor:
+    require_tensor(tokens, name)
     if tokens.device != layout.device:
         raise ValueError(f"{name} is on {tokens.device}, the layout on {layout.device}")
     if tokens.dtype not in _INTS:
