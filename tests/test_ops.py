@@ -252,6 +252,29 @@ def test_opcheck_accept_and_compact_kv(device: torch.device, generator: torch.Ge
     torch.library.opcheck(OPS.compact_kv_.default, (stores, *addresses, *layout.flatten(), rows, lens))
 
 
+def test_compaction_in_a_graph_knows_how_wide_the_table_is_now(device: torch.device) -> None:
+    """Behind what was copied into a wider one there is room, and no page of the request."""
+    own = PagedKV.allocate(1, page_size=2, max_pages_per_request=4, device=device)
+    own.copy_(PagedKV(page_size=2, block_table=torch.tensor([[3, 5]], dtype=torch.int32, device=device)))
+    layout = TreeLayout.from_parents(torch.tensor([[-1, 0, 0]], device=device), torch.tensor([2], device=device))
+    rows, lens = torch.tensor([[0, 2]], device=device), torch.tensor([2], device=device)
+    cache = torch.arange(16.0, device=device).view(8, 2, 1, 1).repeat(1, 1, 1, 16)
+    before = cache.clone()
+
+    def compact(cache: Tensor) -> None:
+        treeattn.compact_kv_([cache], own, layout, rows, lens)
+
+    compiled = torch.compile(compact, fullgraph=True, backend="aot_eager")
+
+    def run() -> None:
+        compiled(cache)
+        layout.check()  # on a GPU the status word tells it
+
+    with pytest.raises(ValueError, match=r"KV_CAPACITY: request 0: needs 5 cache entries, its part .* has 4"):
+        run()
+    assert torch.equal(cache, before)
+
+
 def test_a_step_that_is_gone_is_named(device: torch.device, generator: torch.Generator) -> None:
     step = eager_step(TREES[1], device)
     handle = step.handle

@@ -191,8 +191,6 @@ class StaticBuffers:
         if prefix_lens.ndim != 1:
             raise ValueError(f"prefix_lens is [batch], got {tuple(prefix_lens.shape)}")
         batch = prefix_lens.shape[0]
-        if qo_indptr is not None and q_len is not None:
-            raise ValueError("pass either q_len (one width) or qo_indptr (a width for each request)")
         if parents is not None and parents.ndim == 2 and parents.shape[0] != batch:
             raise ValueError(f"parents has {parents.shape[0]} requests, prefix_lens has {batch}")
         if batch > layout.batch:
@@ -206,7 +204,7 @@ class StaticBuffers:
             flat = None if parents is None else parents.numel()
             if flat is not None and flat > layout.total_q:
                 raise ValueError(f"{flat} query rows exceed max_total_q {layout.total_q}")
-            return batch, None, None
+            return batch, width, None  # of the two the layout wants one
         if width is None:
             raise ValueError("the width is not known: give parents [batch, q_len], q_len or qo_indptr")
         if width > layout.max_q_len:

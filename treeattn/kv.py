@@ -255,12 +255,6 @@ class PagedKV:
         table = zeros(max_batch, max_pages_per_request or 0)
         return cls(page_size=page_size, block_table=table, num_pages=num_pages, **more)
 
-    def narrowed(self, width: int | None) -> PagedKV:
-        """These addresses, of which so many page ids are in use; None for as many as there are."""
-        if width is not None:
-            self._width.entries = width
-        return self
-
     def copy_(self, source: PagedKV) -> None:
         """Copy a step's addresses into this object's memory; nothing of the step before is left.
 

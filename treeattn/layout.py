@@ -399,10 +399,12 @@ def _build(
         max_q_len = q_len
     if max_q_len is None or total_q is None:
         raise ValueError("pass q_len (one width), or qo_indptr (a width for each request)")
-    if form == "words" and q_len is None and mask is not None and mask.dim() == 2 and 64 * mask.shape[1] < max_q_len:
-        raise ValueError(f"words have {mask.shape[1]} x 64 bits a row, requests of up to {max_q_len} rows need more")
-    if positions is not None and positions.numel() < total_q:
-        raise ValueError(f"positions have {positions.numel()} entries, the batch has {total_q} rows")
+    if q_len is None:  # check_input knows only what one width needs
+        if form == "words" and mask is not None and mask.dim() == 2 and 64 * mask.shape[1] < max_q_len:
+            have = f"{mask.shape[1]} x 64 bits a row"
+            raise ValueError(f"words have {have}, requests of up to {max_q_len} rows need more")
+        if positions is not None and positions.numel() < total_q:
+            raise ValueError(f"positions have {positions.numel()} entries, the batch has {total_q} rows")
     layout = replace(TreeLayout.allocate(batch, max_q_len, total_q, device), q_len=q_len)
     write_layout_(
         layout,

@@ -112,10 +112,12 @@ def _compact_kv_(
     backend: Backend = None,
     width: int | None = None,
 ) -> None:
+    indices = None if kv_indices is None else kv_indices[:width]  # those in use
+    table = None if block_table is None else block_table[:, :width]
     kv = PagedKV(
-        page_size=page_size, kv_indptr=kv_indptr, kv_indices=kv_indices, block_table=block_table,
-        tree_slots=tree_slots, kv_start=kv_start,
-    ).narrowed(width)  # fmt: skip
+        page_size=page_size, kv_indptr=kv_indptr, kv_indices=indices, block_table=table, tree_slots=tree_slots,
+        kv_start=kv_start,
+    )  # fmt: skip
     compact_kv_(caches, kv, _layout(layout, status, max_q_len, q_len), rows, lens, kv_layout, backend)
 
 
