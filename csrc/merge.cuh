@@ -38,12 +38,12 @@ __device__ __forceinline__ float soft_capped(float x) {
   return square < 0.04f ? near : far;
 }
 
-template <class T, int HEAD_DIM, int CONSUMERS, class Memory, int CONSUMER_ROWS = 64>
+// IN_FLIGHT: loads of four numbers of a thread, of a row of many parts; 8 items on 132 blocks have 17 parts.
+template <class T, int HEAD_DIM, int CONSUMERS, class Memory, int CONSUMER_ROWS = 64, int IN_FLIGHT = 18>
 struct Merge {
   static constexpr int THREADS = 128 * CONSUMERS, TILE_ROWS = CONSUMER_ROWS * CONSUMERS;
   static constexpr int ROW_LANES = HEAD_DIM / 4;  // threads that read a row, four numbers each
   static constexpr int READERS = THREADS / ROW_LANES;
-  static constexpr int IN_FLIGHT = 18;  // loads of four numbers; 8 items on 132 blocks have 17 parts
 
   // Rows in the making: numbers of this thread, relative to 2^top, and the sum of weights.
   struct Row {

@@ -195,7 +195,7 @@ def pages_change_nothing(setting: Setting, recipe: Recipe) -> None:
 def splits_change_nothing(setting: Setting, recipe: Recipe) -> None:
     """One program or many: the same within the budget."""
     case = make(setting, recipe, dtype_of(setting, recipe), max_prefix=60 if setting.small else 500)
-    for programs in (1, 2, 7):
+    for programs in (1, 2, 7, 90):
         with mock.patch("treeattn.backends.num_programs", lambda device, config, count=programs: count):
             assert_right(case, setting.plain(case), f"{programs} programs")
 

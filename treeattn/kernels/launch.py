@@ -36,6 +36,7 @@ FEW_MERGES = 4096  # rows to merge up to which each gets a program of its own: l
 INVARIANT_ROWS, INVARIANT_PARTS = 2, 8  # rows and parts of a merge in batch-invariant mode
 MERGE_DIMS = 128  # that one program of the finish kernel merges of a row: wide rows are merged by several at once
 MERGE_ELEMENTS = 4096  # of partials that the one warp of a finish program has in flight: 128 registers of a thread
+MANY_PARTS, MANY_DIMS = 64, 32  # at once, of items that may have more than half as many: one or two rounds of loads
 POSITIONS = 256  # of nodes that a warp of the plan looks at together
 PARTS = {"all": 0, "prefix": 1, "tree": 2}
 FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
@@ -415,8 +416,10 @@ def _finish_arguments(step: Step, rows: int, zero_tail: bool) -> tuple[dict[str,
     parts = 2 + (triton.cdiv(step.num_programs, max(merges, 1)) if by_item else 0)
     if step.batch_invariant:  # nor may the order of sums depend on a capacity
         chunk_rows, chunks, parts = INVARIANT_ROWS, triton.cdiv(tile_rows, INVARIANT_ROWS), INVARIANT_PARTS
-    dims = min(padded(step.head_dim_v), MERGE_DIMS)
-    parts = min(next_power_of_2(parts), max(MERGE_ELEMENTS // (dims * chunk_rows), 1))
+    parts, dims = next_power_of_2(parts), min(padded(step.head_dim_v), MERGE_DIMS)
+    if parts >= MANY_PARTS:
+        parts, dims = MANY_PARTS, min(dims, MANY_DIMS)
+    parts = min(parts, max(MERGE_ELEMENTS // (dims * chunk_rows), 1))
     arguments = {
         "spans_ptr": step.buffers.spans,
         "row_request_ptr": layout.row_request,
