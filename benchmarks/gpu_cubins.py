@@ -8,9 +8,9 @@ There, before anything loads a kernel::
 
     PYTHONPATH=. python benchmarks/gpu_cubins.py keep .gpu-cubins
 
-`make` compiles each source file plain, checked, and with the canaries of the tests. `keep` puts the code into the cache
-of treeattn, under the name of the compiler that is asked first there, which then has nothing to do. Code of other
-sources is never taken: a file's name in the cache tells what it is made of.
+`make` compiles each source file plain, checked, with the canaries of the tests, and as racecheck wants it. `keep` puts the
+code into the cache of treeattn, under the name of the compiler that is asked first there, which then has nothing to do.
+Code of other sources is never taken: a file's name in the cache tells what it is made of.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from treeattn.cuda.build import COMPILERS, BuildError, find_compiler
 
 ARCHIVE = "cubins.tar.xz"
 CHECKED = ("TREEATTN_TRAP_AFTER=3000000",)
-BUILDS = ((), CHECKED, (*CHECKED, "TREEATTN_CANARY=1", "TREEATTN_DELAY=1"))
-"""Macros as the tests of tests/gpu/test_cuda_gpu.py ask for them."""
+BUILDS = ((), CHECKED, (*CHECKED, "TREEATTN_CANARY=1", "TREEATTN_DELAY=1"), ("TREEATTN_LANES_ARRIVE=1",))
+"""Macros as the tests of tests/gpu/test_cuda_gpu.py and racecheck (gpu_two.sh) ask for them."""
 
 
 def make(folder: Path, jobs: int) -> None:

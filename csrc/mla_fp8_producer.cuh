@@ -93,7 +93,10 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
   // a fence here would wait for this thread's copies, which are on their way all the time (5 % of a call).
   static __device__ __forceinline__ void arrive(u32 full) {
     __syncwarp();
-    if (thread_in_block() % 32 == 0) barrier_arrive(full, FILL_ARRIVALS / 4);
+    if (WARP_ARRIVALS == 32)
+      barrier_arrive(full);
+    else if (thread_in_block() % 32 == 0)
+      barrier_arrive(full, FILL_ARRIVALS / 4);
   }
 
   // --- numbers of the cache ---------------------------------------------------------------------------------------------
@@ -260,7 +263,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
       if (at.tiles == 0) break;
       item(at, warp == 3);
       __syncwarp();
-      if (warp != 3 && thread_in_block() % 32 == 0) barrier_arrive(shared_address(&memory.item_empty[latent.item_slot()]));
+      if (warp != 3) warp_arrive(memory.item_empty[latent.item_slot()], thread_in_block() % 32);
       latent.next_item();
     }
     copy_async_wait_all();  // no thread ends with copies on their way

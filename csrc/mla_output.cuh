@@ -48,9 +48,7 @@ struct MlaOutput {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void release(u64& empty) const {
-    if (lane == 0) barrier_arrive(shared_address(&empty));
-  }
+  __device__ __forceinline__ void release(u64& empty) const { warp_arrive(empty, lane); }
 
   // Rows of a whole item to `out`, of a part to its partial slot: the dims of one half.
   __device__ __forceinline__ void store(const float (&sums)[COUNT], const float (&inverse)[2], const Cursor& at,
@@ -122,7 +120,7 @@ struct MlaOutput {
       if (uniform(at.tiles) == 0) break;
       item(at);
       __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[latent.item_slot()]));
+      warp_arrive(memory.item_empty[latent.item_slot()], lane);
       latent.next_item();
     }
   }

@@ -191,7 +191,7 @@ struct MlaProducer {
       for (i32 tile = at.full_tiles; tile < at.tiles; ++tile, unit += 2)
         copy_tile(ring, edge(at, unit, lane), edge(at, unit + 1, lane));
       __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[ring.place.item_slot()]));
+      warp_arrive(memory.item_empty[ring.place.item_slot()], lane);
       ring.place.next_item();
     }
     copy_async_wait_all();  // no thread ends with copies on their way

@@ -49,10 +49,10 @@ struct MlaShared {
   // Arrivals that a barrier takes, by its number from `latent_full` on.
   static __device__ __forceinline__ u32 arrivals(u32 barrier) {
     const i32 of_rope = barrier - 4 * LATENTS, of_weights = of_rope - 2 * ROPES, of_item = of_weights - 4;
-    if (of_rope < 0) return barrier < 2 * LATENTS ? RING_ARRIVALS : 4;
-    if (of_weights < 0) return of_rope < ROPES ? RING_ARRIVALS : 4;
-    if (of_item < 0) return of_weights < 2 ? SCORERS : WRITERS;
-    return of_item < static_cast<i32>(ITEMS) ? ITEM_LANES : MLA_READERS + 3;  // all but the walk
+    if (of_rope < 0) return barrier < 2 * LATENTS ? RING_ARRIVALS : 4 * WARP_ARRIVALS;
+    if (of_weights < 0) return of_rope < ROPES ? RING_ARRIVALS : 4 * WARP_ARRIVALS;
+    if (of_item < 0) return (of_weights < 2 ? SCORERS : WRITERS) * WARP_ARRIVALS;
+    return of_item < static_cast<i32>(ITEMS) ? ITEM_LANES : (MLA_READERS + 3) * WARP_ARRIVALS;  // all but the walk
   }
 };
 

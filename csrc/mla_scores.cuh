@@ -46,7 +46,7 @@ struct MlaScores {
 
   __device__ __forceinline__ void release(u64& empty) const {
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&empty));
+    warp_arrive(empty, lane);
   }
 
   // 4 x 4 blocks of a panel's step of 16 columns: the row that this lane names of 8 x 8 blocks (`load_blocks`).
@@ -170,7 +170,7 @@ struct MlaScores {
   // The weights of the tile before may be read; behind a fence.
   __device__ __forceinline__ void announce() const {
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&memory.weights_full[turn % 2 ^ 1]));
+    warp_arrive(memory.weights_full[turn % 2 ^ 1], lane);
   }
 
   // Mask words of this thread's rows for the edge tile whose first unit is `unit`. FP8: `end` is behind its last.
@@ -343,7 +343,7 @@ struct MlaScores {
       if (uniform(at.tiles) == 0) break;
       item(at);
       __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[latent.item_slot()]));
+      warp_arrive(memory.item_empty[latent.item_slot()], lane);
       latent.next_item();
     }
   }

@@ -88,6 +88,18 @@ __device__ __forceinline__ void sleep_now_and_then() {
 #endif
 }
 
+// Arrival of a warp at a barrier of an MLA block, with what all its lanes have done, by one of them behind __syncwarp. racecheck
+// follows a lane's own arrival only: for it there is a build in which each lane arrives.
+#if TREEATTN_LANES_ARRIVE
+constexpr u32 WARP_ARRIVALS = 32;
+#else
+constexpr u32 WARP_ARRIVALS = 1;
+#endif
+
+__device__ __forceinline__ void warp_arrive(u64& barrier, u32 lane) {
+  if (WARP_ARRIVALS == 32 || lane == 0) barrier_arrive(shared_address(&barrier));
+}
+
 // Hand over the item at the walk, as one of those at places: each lane that has written arrives.
 __device__ __forceinline__ void hand_item(Cursor& to, const Cursor& walk, u64& full, u32 lane) {
   static_assert(sizeof(Cursor) == ITEM_LANES * 16, "a lane for each 16 bytes");
