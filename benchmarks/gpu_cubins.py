@@ -8,9 +8,9 @@ There, before anything loads a kernel::
 
     PYTHONPATH=. python benchmarks/gpu_cubins.py keep .gpu-cubins
 
-`make` compiles each source file plain, checked, with the canaries of the tests, and as racecheck wants it. `keep` puts the
-code into the cache of treeattn, under the name of the compiler that is asked first there, which then has nothing to do.
-Code of other sources is never taken: a file's name in the cache tells what it is made of.
+`make` compiles each source file plain, checked, with the canaries of the tests, and as racecheck wants it. `keep` puts
+the code into the cache of treeattn, under the name of the compiler that is asked first there, which then has nothing to
+do. Code of other sources is never taken: a file's name in the cache tells what it is made of.
 """
 
 from __future__ import annotations

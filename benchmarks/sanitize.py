@@ -7,10 +7,10 @@ past a tensor inside one of its blocks, hence the variable. Exit status 0 only i
 
 ``--tool racecheck`` is to find nothing, and no report is suppressed. Of csrc it wants a build of its own,
 ``TREEATTN_CUDA_MACROS=TREEATTN_LANES_ARRIVE=1``: a warp of an MLA block arrives at a barrier by one lane, behind
-``__syncwarp``, and racecheck follows only what a lane has done that arrives itself. A kernel of a few lines whose warps hand
-shared memory on in that way is reported, and with an arrival of each lane it is not (docs/cuda.md); nothing else is
-different in this build. It does not see what wgmma reads and when: the canary builds of tests/gpu/test_cuda_gpu.py are for
-that.
+``__syncwarp``, and racecheck follows only what a lane has done that arrives itself. A kernel of a few lines whose warps
+hand shared memory on in that way is reported, and with an arrival of each lane it is not (docs/cuda.md); nothing else
+is different in this build. It does not see what wgmma reads and when: the canary builds of
+tests/gpu/test_cuda_gpu.py are for that.
 """
 
 from __future__ import annotations
