@@ -206,22 +206,57 @@ struct Producer {
     }
   }
 
-  // Full tiles without tensor maps.
+  // Full tiles without tensor maps: a warp, or two or four where the ring has few stages, for each tile in turn. They wait for
+  // their copies and show them to wgmma themselves, while those of other tiles are on their way: fences of the consumers, two a
+  // tile, would keep products waiting, and a fence waits for what its own thread has under way.
+  static constexpr u32 TURNS = STAGES > 4 ? 4 : STAGES > 2 ? 2 : 1, SHARERS = 4 / TURNS, SHARE = KEYS / SHARERS;
+  static constexpr u32 AT_ONCE = SHARE < 32 ? SHARE : 32, PARTS = SHARE / AT_ONCE;
+
+  // Position of row `part` * 32 + lane of this warp's share of a tile.
+  __device__ __forceinline__ u32 shared_position(const Cursor& at, i32 tile, u32 part) const {
+    return at.full_key + tile * KEYS + warp % SHARERS * SHARE + part * 32 + lane % AT_ONCE;
+  }
+
   __device__ __forceinline__ void full_rows(const Cursor& at) {
-    // Page ids are read behind the last use of those before, ahead of the copies of that tile. (A second register of them
-    // would have to be moved to the first, which waits for its load, or spills where a producer has 32.)
-    u32 pages = 0;
-    load_pages(pages, at, 0);
+    Place<STAGES> end = place;
+    end.skip(at.full_tiles);
+    find_thread();
+    place.skip(warp / SHARERS);
 #pragma unroll 1
-    for (i32 tile = 0; tile < at.full_tiles; ++tile) {
-      find_thread();
-      const u32 page = __shfl_sync(~0u, pages, tile % PAGE_TILES * WARP_KEYS + lane % WARP_KEYS);
-      const KeyAddress address = cached(page, position_at(at, tile), at.kv_head);
-      if (tile % PAGE_TILES == PAGE_TILES - 1) load_pages(pages, at, tile + 1);
+    for (i32 tile = warp / SHARERS; tile < at.full_tiles; tile += TURNS) {
 #pragma unroll 1
-      for (u32 half = 0; half < 2; ++half) copy<4>(half == 0 ? address.k : address.v, half, warp);
-      place = place.next();
+      for (u32 half = 0; half < 2; ++half) {
+        const u32 begin = wait_empty(half);
+        find_thread();
+#if TREEATTN_CANARY
+        for (u32 byte = lane * 16; byte < SHARE / 8 * Memories::GROUP_BYTES; byte += 32 * 16)
+          store_shared_16(begin + warp % SHARERS * (SHARE / 8 * Memories::GROUP_BYTES) + byte, ~0u, ~0u, ~0u, ~0u);
+        fence_async_proxy();
+        __syncwarp();
+#endif
+        sleep_now_and_then();
+#pragma unroll 1
+        for (u32 part = 0; part < PARTS; ++part) {
+          find_thread();
+          const u32 position = shared_position(at, tile, part);
+          const KeyAddress address =
+              cached(index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table), position, at.kv_head);
+          const u32 to = copy_place<ROW_BYTES / 2, Memories::GROUP_BYTES>(begin, ATOM_BYTES,
+                                                                          warp % SHARERS * SHARE + part * 32, lane);
+          copy_rows<ROW_BYTES / 2, AT_ONCE, Memories::GROUP_BYTES>(to, half == 0 ? address.k : address.v, lane);
+        }
+        copy_async_commit();
+      }
+      const u32 barrier = shared_address(&memory.full[place.stage()][0]);
+      copy_async_wait<1>();
+      fence_async_proxy();
+      barrier_arrive(barrier, TURNS);
+      copy_async_wait<0>();
+      fence_async_proxy();
+      barrier_arrive(barrier + 8, TURNS);
+      place.skip(TURNS);
     }
+    place = end;
   }
 
   // Q of the item, up to 32 rows a warp at a time; rows that are not there are 0.
