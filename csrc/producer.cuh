@@ -67,6 +67,17 @@ struct Producer {
     sleep_now_and_then();
   }
 
+  // The same of a warp's share of a half tile.
+  __device__ __forceinline__ void spoil_share(u32 begin) {
+#if TREEATTN_CANARY
+    for (u32 byte = lane * 16; byte < SHARE / 8 * Memories::GROUP_BYTES; byte += 32 * 16)
+      store_shared_16(begin + warp % SHARERS * (SHARE / 8 * Memories::GROUP_BYTES) + byte, ~0u, ~0u, ~0u, ~0u);
+    fence_async_proxy();
+    __syncwarp();
+#endif
+    sleep_now_and_then();
+  }
+
   // Copy the rows at `address` (of lane r: row r of this warp) to a half of the stage at `place`, as number `index` of the
   // warps that share the keys of a tile.
   template <u32 WARPS>
@@ -206,9 +217,8 @@ struct Producer {
     }
   }
 
-  // Full tiles without tensor maps: a warp, or two or four where the ring has few stages, for each tile in turn. They wait for
-  // their copies and show them to wgmma themselves, while those of other tiles are on their way: fences of the consumers, two a
-  // tile, would keep products waiting, and a fence waits for what its own thread has under way.
+  // Full tiles without tensor maps: a warp, or two or four where the ring has few stages, for each tile in turn, so that a
+  // tile's waits, page ids and addresses are one warp's and those of other tiles are under way meanwhile.
   static constexpr u32 TURNS = STAGES > 4 ? 4 : STAGES > 2 ? 2 : 1, SHARERS = 4 / TURNS, SHARE = KEYS / SHARERS;
   static constexpr u32 AT_ONCE = SHARE < 32 ? SHARE : 32, PARTS = SHARE / AT_ONCE;
 
@@ -217,43 +227,42 @@ struct Producer {
     return at.full_key + tile * KEYS + warp % SHARERS * SHARE + part * 32 + lane % AT_ONCE;
   }
 
+  __device__ __forceinline__ void load_page(u32& page, const Cursor& at, i32 tile, u32 part) const {
+    const u64 index = first_page(p, at) + page_of(p, shared_position(at, tile, part));
+    reload(page, static_cast<const u32*>(p.table) + (index << p.wide_table), tile < at.full_tiles);
+  }
+
   __device__ __forceinline__ void full_rows(const Cursor& at) {
     Place<STAGES> end = place;
     end.skip(at.full_tiles);
     find_thread();
     place.skip(warp / SHARERS);
+    // A page id is read ahead of the copies of the rows before, into the register of theirs: two would spill where a
+    // producer has 32.
+    u32 page = 0;
+    load_page(page, at, warp / SHARERS, 0);
 #pragma unroll 1
     for (i32 tile = warp / SHARERS; tile < at.full_tiles; tile += TURNS) {
 #pragma unroll 1
       for (u32 half = 0; half < 2; ++half) {
         const u32 begin = wait_empty(half);
         find_thread();
-#if TREEATTN_CANARY
-        for (u32 byte = lane * 16; byte < SHARE / 8 * Memories::GROUP_BYTES; byte += 32 * 16)
-          store_shared_16(begin + warp % SHARERS * (SHARE / 8 * Memories::GROUP_BYTES) + byte, ~0u, ~0u, ~0u, ~0u);
-        fence_async_proxy();
-        __syncwarp();
-#endif
-        sleep_now_and_then();
+        spoil_share(begin);
 #pragma unroll 1
         for (u32 part = 0; part < PARTS; ++part) {
           find_thread();
-          const u32 position = shared_position(at, tile, part);
-          const KeyAddress address =
-              cached(index_at(p.table, first_page(p, at) + page_of(p, position), p.wide_table), position, at.kv_head);
+          const KeyAddress address = cached(page, shared_position(at, tile, part), at.kv_head);
+          const bool last = part == PARTS - 1;
+          load_page(page, at, tile + (last && half == 1 ? TURNS : 0), last ? 0 : part + 1);
           const u32 to = copy_place<ROW_BYTES / 2, Memories::GROUP_BYTES>(begin, ATOM_BYTES,
                                                                           warp % SHARERS * SHARE + part * 32, lane);
           copy_rows<ROW_BYTES / 2, AT_ONCE, Memories::GROUP_BYTES>(to, half == 0 ? address.k : address.v, lane);
         }
-        copy_async_commit();
+        const u32 barrier = shared_address(&memory.full[place.stage()][half]);
+        copy_async_arrive(barrier);
+        find_thread();
+        if (SHARERS < 4 && lane == 0) barrier_arrive(barrier, PRODUCER_ARRIVALS / SHARERS - 32);  // for the other warps
       }
-      const u32 barrier = shared_address(&memory.full[place.stage()][0]);
-      copy_async_wait<1>();
-      fence_async_proxy();
-      barrier_arrive(barrier, TURNS);
-      copy_async_wait<0>();
-      fence_async_proxy();
-      barrier_arrive(barrier + 8, TURNS);
       place.skip(TURNS);
     }
     place = end;
