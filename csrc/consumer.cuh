@@ -365,7 +365,7 @@ struct Consumer {
 
   // Whether threads have copied a tile to the ring, and no fence behind it.
   __device__ __forceinline__ bool threads_copied(i32 tile, bool edge, i32 cached) const {
-    return (FP8 ? tile >= cached : edge) || p.page_rows == 0;
+    return FP8 ? tile >= cached || p.page_rows == 0 : edge;
   }
 
   // Scores of the first tile of an item. FP8: `cached` tiles are of the cache.

@@ -217,8 +217,9 @@ struct Producer {
     }
   }
 
-  // Full tiles without tensor maps: a warp, or two or four where the ring has few stages, for each tile in turn, so that a
-  // tile's waits, page ids and addresses are one warp's and those of other tiles are under way meanwhile.
+  // Full tiles without tensor maps: a warp, or two or four where the ring has few stages, for each tile in turn. They wait for
+  // their copies and show them to wgmma themselves, while those of other tiles are on their way: fences of the consumers, two a
+  // tile, would keep products waiting, and a fence waits for what its own thread has under way.
   static constexpr u32 TURNS = STAGES > 4 ? 4 : STAGES > 2 ? 2 : 1, SHARERS = 4 / TURNS, SHARE = KEYS / SHARERS;
   static constexpr u32 AT_ONCE = SHARE < 32 ? SHARE : 32, PARTS = SHARE / AT_ONCE;
 
@@ -258,11 +259,15 @@ struct Producer {
                                                                           warp % SHARERS * SHARE + part * 32, lane);
           copy_rows<ROW_BYTES / 2, AT_ONCE, Memories::GROUP_BYTES>(to, half == 0 ? address.k : address.v, lane);
         }
-        const u32 barrier = shared_address(&memory.full[place.stage()][half]);
-        copy_async_arrive(barrier);
-        find_thread();
-        if (SHARERS < 4 && lane == 0) barrier_arrive(barrier, PRODUCER_ARRIVALS / SHARERS - 32);  // for the other warps
+        copy_async_commit();
       }
+      const u32 barrier = shared_address(&memory.full[place.stage()][0]);
+      copy_async_wait<1>();
+      fence_async_proxy();
+      barrier_arrive(barrier, TURNS);
+      copy_async_wait<0>();
+      fence_async_proxy();
+      barrier_arrive(barrier + 8, TURNS);
       place.skip(TURNS);
     }
     place = end;
