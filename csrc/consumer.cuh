@@ -499,7 +499,8 @@ struct Consumer {
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       place.next_item();
     }
-    if (p.split == 0) Merge<Io, HEAD_DIM, CONSUMERS, Memory>(p, memory).run();
+    constexpr int IN_FLIGHT = FP8 ? 18 : 22;  // a sixth of one item's parts on 132 blocks; 22 spill where 152 registers are
+    if (p.split == 0) Merge<Io, HEAD_DIM, CONSUMERS, Memory, 64, IN_FLIGHT>(p, memory).run();
   }
 };
 

@@ -38,12 +38,13 @@ __device__ __forceinline__ float soft_capped(float x) {
   return square < 0.04f ? near : far;
 }
 
-template <class T, int HEAD_DIM, int CONSUMERS, class Memory, int CONSUMER_ROWS = 64>
+// IN_FLIGHT: loads of four numbers of a thread, of a row of many parts; as many as its registers hold.
+template <class T, int HEAD_DIM, int CONSUMERS, class Memory, int CONSUMER_ROWS = 64, int IN_FLIGHT = 18>
 struct Merge {
   static constexpr int THREADS = 128 * CONSUMERS, TILE_ROWS = CONSUMER_ROWS * CONSUMERS;
   static constexpr int ROW_LANES = HEAD_DIM / 4;  // threads that read a row, four numbers each
   static constexpr int READERS = THREADS / ROW_LANES;
-  static constexpr int IN_FLIGHT = 18;  // loads of four numbers; 8 items on 132 blocks have 17 parts
+  static constexpr bool LONG_ROWS = ROW_LANES > 64;  // of MLA: the block has few readers, each of which has several rows
 
   // Rows in the making: numbers of this thread, relative to 2^top, and the sum of weights.
   struct Row {
@@ -179,6 +180,8 @@ struct Merge {
     const i32 begin = part.rows * index / part.blocks, end = part.rows * (index + 1) / part.blocks, rows = end - begin;
     if (rows == 0) return;
     if (part.blocks <= 2) return few_parts<6, 2>(part, begin, end);
+    if (LONG_ROWS && part.blocks <= 5 && rows > READERS)
+      return part.blocks <= 3 ? few_parts<4, 3>(part, begin, end) : few_parts<3, 5>(part, begin, end);
     if (part.blocks <= 8 && rows > READERS) return few_parts<2, 8>(part, begin, end);
     // few rows of many parts: several readers a row, which meet in shared memory
     const i32 ways = most(least(READERS / rows, ceil_div(part.blocks, IN_FLIGHT)), 1);
@@ -190,7 +193,7 @@ struct Merge {
       Row made[1] = {};
       if (mine) gather<1, IN_FLIGHT>(made, part, row, end, part.blocks * way / ways, part.blocks * (way + 1) / ways);
       if (ways > 1) {
-        Row* meeting = reinterpret_cast<Row*>(memory.stages);
+        Row* meeting = reinterpret_cast<Row*>(&memory);  // the ring, of which nothing is needed any more
         meeting[thread] = made[0];
         sync();
         if (mine && way == 0) {

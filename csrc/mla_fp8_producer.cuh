@@ -263,6 +263,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
       if (warp != 3 && thread_in_block() % 32 == 0) barrier_arrive(shared_address(&memory.item_empty[latent.item_slot()]));
       latent.next_item();
     }
+    if (warp == 3) zero_padding<LATENT_DIMS>(p);
     copy_async_wait_all();  // no thread ends with copies on their way
   }
 };

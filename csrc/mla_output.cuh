@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "merge.cuh"
 #include "mla_ring.cuh"
 
 namespace treeattn {
@@ -125,6 +126,7 @@ struct MlaOutput {
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[latent.item_slot()]));
       latent.next_item();
     }
+    if (p.split == 0) Merge<T, LATENT_DIMS, 2, Memory, MLA_ROWS / 2>(p, memory).run();
   }
 };
 

@@ -10,6 +10,7 @@
 
 #include "keys.cuh"
 #include "mla_ring.cuh"
+#include "padding.cuh"
 
 namespace treeattn {
 
@@ -211,6 +212,7 @@ struct MlaProducer {
     wait_prerequisites();
     launch_dependents();  // not before: they read the plan ahead of their own wait
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
+    if (lane == 0) memory.num_parts = 0;
     __syncwarp();
     find();
   }
@@ -225,7 +227,10 @@ struct MlaProducer {
   }
 
   __device__ __forceinline__ void advance() {
-    if (lane == 0) cursor_advance(memory.walk, p);
+    if (lane == 0) {
+      keep_part(memory, p);
+      cursor_advance(memory.walk, p);
+    }
     find();
   }
 
@@ -237,6 +242,7 @@ struct MlaProducer {
       advance();
       place.next_item();
     }
+    zero_padding<LATENT_DIMS>(p);
   }
 
   __device__ __forceinline__ void run(u32 warp) {

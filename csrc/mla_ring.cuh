@@ -43,6 +43,8 @@ struct MlaShared {
     u64 weights_full[2], weights_empty[2];
     u64 item_full[ITEMS], item_empty[ITEMS];
     Cursor walk, items[ITEMS];
+    Part parts[2];    // of items that are cut, where the block begins and where it ends
+    u32 num_parts;
   };
   static constexpr u32 BARRIERS = 4 * LATENTS + 2 * ROPES + 4 + 2 * ITEMS;
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "keys.cuh"
+#include "padding.cuh"
 #include "ring.cuh"
 
 namespace treeattn {
@@ -305,8 +306,7 @@ struct Producer {
 
   __device__ __forceinline__ void pass_item() {
     if (lane == 0) {
-      // a cut item is merged behind the last one, when the other blocks are about as far
-      if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
+      keep_part(memory, p);
       cursor_advance(memory.walk, p);
     }
   }
@@ -315,38 +315,6 @@ struct Producer {
   __device__ __forceinline__ void find() {
     find_item();
     if (memory.walk.tiles != 0) find_boxes(memory.walk, 0);
-  }
-
-  // Padding rows of out become 0, their lse -inf: 32 rows of each block, and so on.
-  __device__ __forceinline__ void zero_padding() {
-#pragma unroll 1
-    for (u32 begin = blockIdx.x * 32; begin < static_cast<u32>(p.total_q); begin += blocks_of_grid() * 32) {
-      find_thread();
-      u32 left = __ballot_sync(~0u, is_padding(begin + lane));
-#pragma unroll 1
-      for (; left != 0; left &= left - 1) zero_row(begin + __ffs(left) - 1);
-    }
-  }
-
-  __device__ __forceinline__ bool is_padding(u32 row) const {
-    if (row >= static_cast<u32>(p.total_q)) return false;
-    const i32 request = __ldg(p.row_request + row);
-    if (request < 0) return p.zero_tail != 0;
-    return static_cast<i32>(row) - __ldg(p.qo_indptr + request) >= p.spans[request * SPAN_FIELDS + SPAN_NODES];
-  }
-
-  __device__ __forceinline__ void zero_row(i64 row) {
-    find_thread();
-    u64 out = reinterpret_cast<u64>(p.out) + 2 * row * p.stride_out_row + 4 * lane;
-    u64 lse = reinterpret_cast<u64>(p.lse) + 4 * row * p.stride_lse_row;
-#pragma unroll 1
-    for (i32 head = p.group * p.kv_heads; head > 0; --head) {
-#pragma unroll
-      for (u32 pair = 0; pair < HEAD_DIM / 2; pair += 32) reinterpret_cast<u32*>(out)[pair] = 0;
-      if (p.lse != nullptr && lane == 0) *reinterpret_cast<float*>(lse) = -infinity();
-      out += 2 * p.stride_out_head;
-      lse += 4 * p.stride_lse_head;
-    }
   }
 
   // The first warp's, before the block's barriers are there.
@@ -372,7 +340,7 @@ struct Producer {
       else
         barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());
       const Cursor& at = memory.items[place.item_slot()];
-      if (seldom(warp == 3 && place.item() == 0)) zero_padding();
+      if (seldom(warp == 3 && place.item() == 0)) zero_padding<HEAD_DIM>(p);
       if (at.tiles == 0) break;
       item(at);
       find_thread();

@@ -100,6 +100,13 @@ __device__ __forceinline__ void hand_item(Cursor& to, const Cursor& walk, u64& f
   __syncwarp();
 }
 
+// Keep in mind what the block has of the item at the walk, if it is cut: it is merged behind the last one, when the other blocks
+// are about as far.
+template <class Memory>
+__device__ __forceinline__ void keep_part(Memory& memory, const AttentionParams& p) {
+  if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
+}
+
 // Copy ROWS rows of numbers of 16 bits to panels in the swizzle, of lane r the one at `address`. `to` is of this lane's
 // part of the first copy; the swizzle's bits of later ones are disjoint from its. STRIDE: from 8 rows of a panel to the
 // next 8. Bit 0 of an address: the row is 0.

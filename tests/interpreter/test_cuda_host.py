@@ -148,7 +148,7 @@ def host_launch(library: Any) -> type[launching.LayerLaunch]:
             self.attention: Any = HostAttention(
                 library, step, q, k_tree, v_tree, out, lse, scoring, rest["cache_strides"], rest["zero_tail"]
             )
-            if not (step.batch_invariant or step.shared_kv):
+            if not step.batch_invariant:
                 self.finish.first = lambda *leading: None  # the attention kernel merges
 
     return HostLayerLaunch

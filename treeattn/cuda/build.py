@@ -171,7 +171,7 @@ class MlaShape:
         panels = 4 * self.latents + self.ropes + kept + 2
         handed = 2 * (64 + 64 + 4) * 4
         barriers = 4 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
-        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
+        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 4
         return _atoms(panels * 64 * 128 + rest)
 
 

@@ -1,4 +1,4 @@
-"""Launching the Hopper kernels. The plan is Triton's, and so is the merge of MLA and in batch-invariant mode.
+"""Launching the Hopper kernels. The plan is Triton's, and so is the merge in batch-invariant mode.
 
 A call costs one driver call: the params struct is kept, and only addresses, scale and cap are written anew.
 """
@@ -392,7 +392,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class CudaLayerLaunch:
-    """The launch of a layer call, and of a merge for MLA and in batch-invariant mode; arguments: `LayerLaunch`."""
+    """The launch of a layer call, and of a merge in batch-invariant mode; arguments: `LayerLaunch`."""
 
     def __init__(
         self,
@@ -409,7 +409,7 @@ class CudaLayerLaunch:
     ) -> None:
         self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, scoring, cache_strides, zero_tail)
         self.finish: Launch | None = None
-        if step.batch_invariant or step.shared_kv:
+        if step.batch_invariant:
             self.finish = LayerLaunch(
                 step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail
             ).finish
