@@ -2,7 +2,8 @@
 
 On a machine with CUDA every test that takes `device` runs there, with all dtypes; elsewhere it runs on the
 CPU. Tests that mean nothing without a GPU carry the marker `gpu`; without CUDA they are deselected, which
-pytest's closing line counts, and never skipped one by one. TREEATTN_TEST_DEVICE=cpu|cuda overrides.
+pytest's closing line counts, and never skipped one by one. TREEATTN_TEST_DEVICE=cpu|cuda overrides. Worker
+processes take turns at the GPUs that TREEATTN_TEST_GPUS names (0,1).
 
 Exhaustiveness follows HYPOTHESIS_PROFILE: `default` while working, `ci` (chosen where CI is set:
 repeatable), or `thorough` for a long run.
@@ -24,6 +25,12 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
+
+
+if os.environ.get("TREEATTN_TEST_GPUS"):  # before anything asks for a device
+    test_gpus = os.environ["TREEATTN_TEST_GPUS"].split(",")
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = test_gpus[worker % len(test_gpus)]
 
 
 def chosen_device() -> torch.device:
