@@ -17,7 +17,7 @@ from pathlib import Path
 
 LIMITS = {
     "us": ("gpu__time_duration.sum",),
-    "dram": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
+    "dram": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",),
     "l2": ("lts__throughput.avg.pct_of_peak_sustained_elapsed",),
     "tensor": (
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
