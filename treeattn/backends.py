@@ -66,9 +66,9 @@ def choose_backend(
     if arch != HOPPER or not cuda_works or missing("cuda", device_type, asked) is not None:
         return "triton"
     # In the rows of h200-gqa.json, h200-mla.json and h200-fp8.json the CUDA kernels take at most 1.04 of Triton's time,
-    # but for two of 136 packed rows and a prefix of 2048: (1, 17, 2048, 8/1), one item, 1.49, 10.5 µs against 7.1, and
-    # (1, 17, 2048, 64/8), eight items, 1.08. At a prefix of 16384 they take 0.89 and 0.75; lines between cross 1 at
-    # 11,500 and 3,400 keys.
+    # but for two of 136 packed rows and a prefix of 2048: (1, 17, 2048, 8/1), one item, 1.40, 10.6 µs against 7.5, and
+    # (1, 17, 2048, 64/8), eight items, 1.10. At a prefix of 16384 they take 1.00 and 0.74; lines between cross 1 at
+    # 16,000 and 3,700 keys, and were there at 11,500 and 3,400 in a run before.
     geometry = asked.geometry
     if size is not None and not geometry.shared_kv and size.requests == 1:
         rows, items = size.max_q_len * geometry.group, geometry.num_kv_heads
