@@ -1,6 +1,6 @@
-"""One call of chosen rows by the kernels of csrc, for Nsight Compute.
+r"""One call of chosen rows by the kernels of csrc, for Nsight Compute.
 
-    ncu --clock-control none --cache-control all -k regex:_sm90_ --set full --page raw --csv --log-file rows.csv \\
+    ncu --clock-control none --cache-control all -k regex:_sm90_ --set full --page raw --csv --log-file rows.csv \
         python benchmarks/profile_rows.py gqa 0 5 8
     python benchmarks/profile_rows.py --read rows.csv --out limits.json
 
