@@ -2,7 +2,7 @@
 import subprocess
 from pathlib import Path
 
-ROOT = Path("/work/main/scratch/v")
+ROOT = Path(__import__("sys").argv[1] if len(__import__("sys").argv) > 1 else "/work/main/scratch/v")
 
 
 def take(name: str) -> Path:
