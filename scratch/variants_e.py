@@ -5,10 +5,11 @@ from pathlib import Path
 ROOT = Path(__import__("sys").argv[1] if len(__import__("sys").argv) > 1 else "/work/main/scratch/v")
 
 
-def take(name: str) -> Path:
+def take(name: str, branch: str = "main") -> Path:
     to = ROOT / name
     to.mkdir(parents=True, exist_ok=True)
-    archive = subprocess.run(["git", "-C", "/work/main", "archive", "main", "treeattn", "csrc"], check=True, capture_output=True)
+    what = ["treeattn", "csrc", "tests", "benchmarks/profile_rows.py"]
+    archive = subprocess.run(["git", "-C", "/work/main", "archive", branch, *what], check=True, capture_output=True)
     subprocess.run(["tar", "-x", "-C", str(to)], input=archive.stdout, check=True)
     return to
 
@@ -22,6 +23,7 @@ def edit(path: Path, *pairs: tuple[str, str]) -> None:
 
 
 take("v0")
+take("next", "wip/next")
 fin = take("fin")
 edit(
     fin / "treeattn/kernels/launch.py",
