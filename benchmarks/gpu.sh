@@ -55,8 +55,9 @@ for name in "${@:-bench}"; do
       ;;
     sanitize-cuda)
       for tool in memcheck racecheck; do
+        macros=""
         [ "$tool" = memcheck ] || macros=TREEATTN_LANES_ARRIVE=1 # benchmarks/sanitize.py says why
-        stage "$name-$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 TREEATTN_CUDA_MACROS="${macros:-}" \
+        stage "$name-$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 TREEATTN_CUDA_MACROS="$macros" \
           compute-sanitizer --tool "$tool" --error-exitcode 9 python3 benchmarks/sanitize.py --backend cuda
       done
       ;;
