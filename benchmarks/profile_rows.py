@@ -16,27 +16,16 @@ import json
 from pathlib import Path
 
 LIMITS = {
-    "us": ("gpu__time_duration.sum",),
-    "dram": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",),
-    "l2": ("lts__throughput.avg.pct_of_peak_sustained_elapsed",),
-    "tensor": (
-        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-        "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
-        "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
-    ),
-    "shared": (
-        "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
-        "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
-    ),
-    "issue": (
-        "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
-        "sm__issue_active.avg.pct_of_peak_sustained_elapsed",
-        "sm__inst_issued.avg.pct_of_peak_sustained_active",
-        "sm__instruction_throughput.avg.pct_of_peak_sustained_active",
-    ),
-    "warps": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+    "us": "gpu__time_duration.sum",
+    "dram": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    "l2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "shared": "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
+    "issue": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
+    "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-"""What a table has, and the metrics of Nsight Compute that say it, the first that there is."""
+"""What a table has, and the metric of Nsight Compute that says it."""
+MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3}
 
 
 def call_rows(name: str, numbers: list[int]) -> None:
@@ -57,18 +46,14 @@ def call_rows(name: str, numbers: list[int]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, float | str]]:
-    """The kernels of a log in their order, with `LIMITS` as far as they are there."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
-    found = list(csv.DictReader(lines))
-    units, rows = found[0], []
-    for row in found[1:]:
-        made: dict[str, float | str] = {"kernel": row["Kernel Name"]}
-        for name, metrics in LIMITS.items():
-            metric = next((metric for metric in metrics if row.get(metric)), None)
-            if metric is not None:
-                scale = {"ns": 1e-3, "nsecond": 1e-3, "msecond": 1e3, "ms": 1e3}.get(units[metric], 1.0)
-                made[name] = round(float(row[metric].replace(",", "")) * scale, 1)
-        rows.append(made)
+    """The kernels of a log in their order, with `LIMITS`."""
+    units, *found = csv.DictReader(line for line in path.read_text().splitlines() if line.startswith('"'))
+    scale = MICROSECONDS[units[LIMITS["us"]]]
+    rows = []
+    for row in found:
+        numbers = {name: float(row[metric].replace(",", "")) for name, metric in LIMITS.items()}
+        numbers["us"] *= scale
+        rows.append({"kernel": row["Kernel Name"]} | {name: round(number, 1) for name, number in numbers.items()})
     return rows
 
 
@@ -84,7 +69,7 @@ def main() -> None:
         return
     rows = read_rows(options.read)
     for row in rows:
-        print(" | ".join(str(row.get(name, "-")) for name in ("kernel", *LIMITS)))
+        print(" | ".join(map(str, row.values())))
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
 
