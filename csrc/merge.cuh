@@ -77,20 +77,21 @@ struct Merge {
     return p.arrivals + block * ARRIVAL_FIELDS + (block == part.first_block ? 1 : 2);
   }
 
-  // Wait for the other blocks of an item, given its word as this block's arrival found it; by one thread.
-  __device__ __forceinline__ u32 settle(const Part& part, u32 before) {
+  // Whether all blocks of an item have left their parts; by a thread that has said so of its own.
+  __device__ __forceinline__ bool complete(const Part& part) const {
+    const u32 done = load_acquire(word(part)) % BEHIND;
+    return done == static_cast<u32>(part.blocks) || done == 0;
+  }
+
+  // What is to be done with an item, given its word as this block's arrival found it, and whether all parts are there.
+  __device__ __forceinline__ u32 settle(const Part& part, u32 before, bool there) {
     const u32 blocks = part.blocks;
     if (before % BEHIND == blocks - 1) {
       const u32 behind = before / BEHIND;
-      add_release(word(part), 0u - (blocks + behind * BEHIND));
+      add_only(word(part), 0u - (blocks + behind * BEHIND));  // who sees the 0 sees what all before it have released
       return behind > 0 ? LAST : COMPLETE;
     }
-    const u64 begin = nanoseconds();
-    for (;;) {
-      const u32 done = load_acquire(word(part)) % BEHIND;
-      if (done == blocks || done == 0) return COMPLETE;
-      if (nanoseconds() - begin > PATIENCE) break;
-    }
+    if (there) return COMPLETE;
     u32* flag = left_behind(part, blockIdx.x);
     store_relaxed(flag, 1);
     const u32 done = add_release(word(part), BEHIND) % BEHIND;
@@ -220,10 +221,18 @@ struct Merge {
     if (parts == 0) return;
     u32 verdicts = 0;  // the first thread's: of both items, and for all whether one is not COMPLETE
     if (thread == 0) {
-      const u32 first = add_release(word(memory.parts[0]), 1);
-      const u32 second = parts > 1 ? add_release(word(memory.parts[1]), 1) : 0;
-      verdicts = settle(memory.parts[0], first);
-      if (parts > 1) verdicts += settle(memory.parts[1], second) * 4;
+      // one fence for both, and the other blocks asked for while what the words were before is still on its way
+      fence_gpu();
+      const u32 first = add_relaxed(word(memory.parts[0]), 1);
+      const u32 second = parts > 1 ? add_relaxed(word(memory.parts[1]), 1) : 0;
+      const u64 begin = nanoseconds();
+      bool first_there, second_there = true;
+      do {
+        first_there = complete(memory.parts[0]);
+        if (parts > 1) second_there = complete(memory.parts[1]);
+      } while (!(first_there && second_there) && nanoseconds() - begin <= PATIENCE);
+      verdicts = settle(memory.parts[0], first, first_there);
+      if (parts > 1) verdicts += settle(memory.parts[1], second, second_there) * 4;
     }
     verdicts += any(verdicts != 0) * 16;
 #pragma unroll 1

@@ -249,6 +249,20 @@ __device__ __forceinline__ u32 add_release(u32* word, u32 number) {
   return before;
 }
 
+__device__ __forceinline__ u32 add_relaxed(u32* word, u32 number) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(number) : "memory");
+  return before;
+}
+
+// The same, of which nobody waits for an answer.
+__device__ __forceinline__ void add_only(u32* word, u32 number) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(number) : "memory");
+}
+
+// What this thread knows to be written is there for whoever sees what it writes behind this.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 __device__ __forceinline__ u32 load_acquire(const u32* word) {
   u32 number;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(word) : "memory");

@@ -497,6 +497,9 @@ inline u32 add_release(u32* word, u32 number) {
   progress += 1;
   return before;
 }
+inline u32 add_relaxed(u32* word, u32 number) { return add_release(word, number); }
+inline void add_only(u32* word, u32 number) { add_release(word, number); }
+inline void fence_gpu() {}
 // Somebody waits for what another block writes, mostly.
 inline u32 load_acquire(const u32* word) {
   machine->waits = true;
