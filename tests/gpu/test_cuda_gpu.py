@@ -417,3 +417,27 @@ def test_the_same_bits_beside_other_processes() -> None:
     wrong = [output for process, output in zip(running, outputs, strict=True) if process.returncode != 0]
     assert not wrong, "\n".join(wrong)
     assert all(" calls were unlike" in output for output in outputs)
+
+
+MLA_LATENT = Options(shared_kv=True, head_dim_v=MLA_DIMS[1])
+MILLION = {
+    "grouped": ((8, 2), 128, Options()),
+    "grouped-fp8": ((8, 2), 128, Options(kv_dtype=E4M3, scales="float")),
+    "grouped-fp8-wide": ((8, 1), 128, Options(kv_dtype=E4M3, scales="float")),
+    "grouped-invariant": ((8, 1), 64, Options(batch_invariant=True)),
+    "mla": ((8, 1), MLA_DIMS[0], MLA_LATENT),
+    "mla-fp8": ((8, 1), MLA_DIMS[0], dataclasses.replace(MLA_LATENT, kv_dtype=E4M3, scales="float")),
+    "mla-invariant": ((8, 1), MLA_DIMS[0], dataclasses.replace(MLA_LATENT, batch_invariant=True)),
+}
+
+
+@pytest.mark.parametrize("kind", MILLION)
+def test_a_million_tokens(kind: str) -> None:
+    """And none, and a root alone, in the same batch."""
+    heads, dim, options = MILLION[kind]
+    trees = [draw_tree("recent", 17, random.Random(3)), draw_tree("any", 9, random.Random(4)), [-1]]
+    case = build_case(trees, [1_000_003, 0, 5], q_lens=[17, 17, 2], heads=heads, head_dim=dim, dtype=torch.bfloat16,
+                      device="cuda", placement=Placement(page_size=64, table="block"), options=options)  # fmt: skip
+    for path in ("plain", "static"):
+        verdict = check_case(case, "cuda", path)
+        assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"
