@@ -92,7 +92,7 @@ struct Merge {
       return behind > 0 ? LAST : COMPLETE;
     }
     if (there) return COMPLETE;
-    u32* flag = left_behind(part, blockIdx.x);
+    u32* flag = left_behind(part, part.first_block + part.own);
     store_relaxed(flag, 1);
     const u32 done = add_release(word(part), BEHIND) % BEHIND;
     if (done != blocks && done != 0) return LEFT_BEHIND;
@@ -244,10 +244,10 @@ struct Merge {
       }
       if (verdict == LEFT_BEHIND) continue;
       const Part part = memory.parts[i];
-      const i32 own = static_cast<i32>(blockIdx.x) - part.first_block, turns = verdict == LAST ? part.blocks : 1;
+      const i32 turns = verdict == LAST ? part.blocks : 1;
 #pragma unroll 1
       for (i32 turn = 0; turn < turns; ++turn) {
-        const i32 index = own + turn < part.blocks ? own + turn : own + turn - part.blocks;
+        const i32 index = part.own + turn < part.blocks ? part.own + turn : part.own + turn - part.blocks;
         if (turn == 0 || is_behind(part, part.first_block + index)) share(part, index);
       }
     }

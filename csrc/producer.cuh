@@ -306,7 +306,7 @@ struct Producer {
   __device__ __forceinline__ void pass_item() {
     if (lane == 0) {
       // a cut item is merged behind the last one, when the other blocks are about as far
-      if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk, blockIdx.x);
+      if (memory.walk.whole == 0 && p.split == 0) memory.parts[memory.num_parts++] = part_of(memory.walk);
       cursor_advance(memory.walk, p);
     }
   }

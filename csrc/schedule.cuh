@@ -23,8 +23,9 @@ __device__ __forceinline__ i32 ceil_div(i32 a, i32 b) { return (a + b - 1) / b; 
 
 // Where a block is on the line, and the item there, in shared memory.
 struct alignas(16) Cursor {
-  // As the plan's record of the block; `unit` and `left` count splits in batch-invariant mode, `place` is on the line.
-  i32 request, kv_head, row_tile, unit, left, nodes, prefix, first_row, row_tiles, tile_rows, turn, lane, first, full, place;
+  // As the plan's record of the block; `unit` and `left` count splits in batch-invariant mode. `number` is of the program that
+  // the block runs, or there the place on the line.
+  i32 request, kv_head, row_tile, unit, left, nodes, prefix, first_row, row_tiles, tile_rows, turn, lane, first, full, number;
   i32 share;  // of each block, in units or splits
 
   // The part of the item that is this block's.
@@ -90,24 +91,26 @@ __device__ __forceinline__ void cursor_place(Cursor& at, const AttentionParams& 
   if (p.positions != nullptr) at.prefix_len = p.prefix_lens[at.request];
 }
 
-// What a block has computed of an item that is cut, and which blocks have the rest (merge.cuh).
+// What a block has computed of an item that is cut, and which blocks have the rest (merge.cuh). They are counted by their
+// programs' numbers: the plan deals blocks to lanes in turn.
 struct Part {
   i32 first_block, blocks;  // that share the item
+  i32 own;                  // this one among them
   i32 first_row, kv_head, row0, rows;
 };
 
-// The part at the cursor of a block; not in batch-invariant mode.
-__device__ __forceinline__ Part part_of(const Cursor& at, i32 block) {
+// The part at the cursor; not in batch-invariant mode.
+__device__ __forceinline__ Part part_of(const Cursor& at) {
   const i32 in_front = at.unit > 0 ? 0 : at.share - at.left;  // units of this block before the item
-  const i32 first = block - ceil_div(at.unit, at.share), last = block + (in_front + at.units - 1 - at.unit) / at.share;
-  return {first, last - first + 1, at.first_row, at.kv_head, at.row0, at.row_end - at.row0};
+  const i32 before = ceil_div(at.unit, at.share), behind = (in_front + at.units - 1 - at.unit) / at.share;
+  return {at.number - before, before + behind + 1, before, at.first_row, at.kv_head, at.row0, at.row_end - at.row0};
 }
 
 // Past the part at the cursor: splits, row tiles of a KV head, KV heads, requests.
 __device__ __forceinline__ void cursor_advance(Cursor& at, const AttentionParams& p) {
   if (p.split > 0) {
     at.left -= 1;
-    at.place += 1;
+    at.number += 1;
   } else {
     at.left -= at.end - at.unit;
   }

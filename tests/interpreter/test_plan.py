@@ -44,7 +44,9 @@ def walk(step: Step, prefixes: list[int], nodes: list[int]) -> dict[tuple[int, i
     one behind its last, program by program as the kernel goes."""
     done: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     turns = record(step, "turns")
-    for program, work in enumerate(record(step, "work")):
+    works = [work for work in record(step, "work") if work[kernel.WORK_LEFT.value]]
+    for work in sorted(works, key=lambda work: work[kernel.WORK_NUMBER.value]):
+        program = work[kernel.WORK_NUMBER.value]
         request, head, row_tile, tile, left = work[:5]
         turn, lane = work[kernel.WORK_TURN.value], work[kernel.WORK_LANE.value]
         known = work[:1] + work[5:10] + [0, 0]
@@ -142,11 +144,11 @@ def test_every_tile_belongs_to_one_program(
         assert [program for program, _, _ in parts] == list(
             range(begin // share, (begin + expected[item] - 1) // share + 1)
         )
-    lanes_go_side_by_side(step, prefixes, nodes, aligned)
+    lanes_take_turns(step, prefixes, nodes, aligned)
 
 
-def lanes_go_side_by_side(step: Step, prefixes: list[int], nodes: list[int], aligned: bool) -> None:
-    """Programs of a class are those of its first lane, then the same for each further row tile; and the share is as
+def lanes_take_turns(step: Step, prefixes: list[int], nodes: list[int], aligned: bool) -> None:
+    """A class deals its blocks to its row tiles in turn, whose programs are numbered side by side; and the share is as
     small as lanes let it be, or as room for every item does."""
     balanced, lanes = share_and_lanes(step, prefixes, nodes)
     works = record(step, "work")
@@ -173,13 +175,17 @@ def lanes_go_side_by_side(step: Step, prefixes: list[int], nodes: list[int], ali
         classes.setdefault(row_tiles, []).append(work)
     for row_tiles, of_class in classes.items():
         if lanes:
-            of_lane = len(of_class) // row_tiles
-            for lane in range(row_tiles):
-                here = of_class[lane * of_lane : (lane + 1) * of_lane]
-                assert len(here) == of_lane
-                for work, first in zip(here, of_class, strict=False):
-                    assert work[2] == work[kernel.WORK_LANE.value] == lane
-                    assert (work[:2], work[3:11]) == (first[:2], first[3:11])
+            assert len(of_class) % row_tiles == 0
+            numbers = [work[kernel.WORK_NUMBER.value] for work in of_class]
+            of_lane = numbers[row_tiles - 1] - numbers[0]  # times row tiles but one
+            for block, work in enumerate(of_class):
+                lane = block % row_tiles
+                first = of_class[block - lane]
+                assert work[2] == work[kernel.WORK_LANE.value] == lane
+                assert (work[:2], work[3:11]) == (first[:2], first[3:11])
+                assert (numbers[block] - numbers[0] - block // row_tiles) * (row_tiles - 1) == lane * of_lane
+        else:
+            assert all(block == work[kernel.WORK_NUMBER.value] for block, work in enumerate(works) if work[4])
 
 
 @pytest.mark.parametrize(("prefixes", "nodes"), [([900], 5), ([260, 5, 330], 9), ([400, 300], 40)])
@@ -193,7 +199,7 @@ def test_attention_over_items_with_room_is_right(prefixes: list[int], nodes: int
 
 
 def lanes_of(step: Step) -> list[int]:
-    """The lane of each program, -1 where there is one line for all; programs without work left out."""
+    """The lane of each block, -1 where there is one line for all; programs without work left out."""
     return [work[kernel.WORK_LANE.value] for work in record(step, "work") if work[kernel.WORK_LEFT.value]]
 
 
@@ -201,10 +207,10 @@ def lanes_of(step: Step) -> list[int]:
     ("prefixes", "nodes", "lanes"),
     [
         ([20, 70], [16, 16], [0] * 6),
-        ([20, 70], [20, 32], [0] * 3 + [1] * 3),
-        ([20, 70], [0, 32], [0] * 3 + [1] * 3),
-        ([64, 64], [32, 16], [0, 0, 1, 1, 0, 0]),
-        ([64, 0, 64], [16, 0, 32], [0, 0, 1, 1, 0, 0]),
+        ([20, 70], [20, 32], [0, 1] * 3),
+        ([20, 70], [0, 32], [0, 1] * 3),
+        ([64, 64], [32, 16], [0, 1, 0, 1, 0, 0]),
+        ([64, 0, 64], [16, 0, 32], [0, 1, 0, 1, 0, 0]),
         ([64, 64, 64], [16, 16, 32], [-1] * 6),
     ],
 )

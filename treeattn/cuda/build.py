@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 
 TARGETS = {"sm_90a": "*_sm90*.cu"}
 """What is compiled, and for which chips; wgmma and setmaxnreg exist for this very chip only."""
-ITEMS, CURSOR_BYTES, PART_BYTES = 4, 128, 24  # of csrc/ring.cuh and csrc/schedule.cuh
+ITEMS, CURSOR_BYTES, PART_BYTES = 4, 128, 28  # of csrc/ring.cuh and csrc/schedule.cuh
 ATOM_BYTES = 1024
 SUFFIXES = (".cu", ".cuh", ".h")
 

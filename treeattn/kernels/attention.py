@@ -33,7 +33,7 @@ from .plan import (
     WORK_LANE,
     WORK_LEFT,
     WORK_NODES,
-    WORK_PLACE,
+    WORK_NUMBER,
     WORK_PREFIX,
     WORK_REQUEST,
     WORK_ROW_TILE,
@@ -164,10 +164,9 @@ def attention_kernel(
     HALF: tl.constexpr = FP8 != 0 and dtype == tl.bfloat16 and not SHARED_KV
     cached_dtype: tl.constexpr = tl.float16 if HALF else dtype
     edge_dtype: tl.constexpr = dtype if FRESH else cached_dtype
-    program = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    work = work_ptr + program * WORK_FIELDS
+    work = work_ptr + tl.program_id(0) * WORK_FIELDS
     request = tl.load(work + WORK_REQUEST)
     kv_head = tl.load(work + WORK_KV_HEAD)
     row_tile = tl.load(work + WORK_ROW_TILE)
@@ -186,7 +185,7 @@ def attention_kernel(
     lane = tl.load(work + WORK_LANE)
     zero = row_tiles >> 31  # which the compiler cannot know
     turn = tl.load(work + WORK_TURN)
-    place = tl.load(work + WORK_PLACE)
+    number = tl.load(work + WORK_NUMBER)
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
     # maxima are taken before the scale, which must be positive then (and 0 * -inf must not be NaN)
@@ -325,10 +324,10 @@ def attention_kernel(
 
         whole = (begin == 0) & (last == item_tiles)
         if SPLIT > 0:
-            slot = place
+            slot = number
         else:
             # the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a program has one of each
-            slot = 2 * program + (tile == 0).to(tl.int32)
+            slot = 2 * number + (tile == 0).to(tl.int32)
         out_base = head_base(out_ptr, first_row, kv_head, stride_out_row, stride_out_head, GROUP)
         lse_base = head_base(lse_ptr, first_row, kv_head, stride_lse_row, stride_lse_head, GROUP)
         part_base = partial_out_ptr + slot.to(tl.int64) * (BLOCK_M * HEAD_DIM_V)
@@ -350,7 +349,7 @@ def attention_kernel(
             store_partial(part_base, part_lse_base, acc, lse2, m, valid, HEAD_DIM_V, BLOCK_V)
         if SPLIT > 0:
             left -= 1
-            place += 1
+            number += 1
             tile = tl.where(last == item_tiles, 0, tile + 1)
             row_tile += (last == item_tiles).to(tl.int32)
         else:

@@ -24,6 +24,7 @@ from .plan import (
     WORK_KV_HEAD,
     WORK_LEFT,
     WORK_NODES,
+    WORK_NUMBER,
     WORK_PREFIX,
     WORK_ROW_TILE,
     WORK_ROW_TILES,
@@ -163,7 +164,7 @@ def finish_kernel(
         row_tile = tl.load(work + WORK_ROW_TILE)
         share = tl.load(work + WORK_SHARE)
         tile = tl.load(work + WORK_TILE)
-        start = (index + 1) * share - tile
+        start = tl.load(work + WORK_NUMBER) * share - tile
         # the first boundary inside an item is the one that merges it
         mine = (tile > 0) & (tile <= share) & (tl.load(work + WORK_LEFT) > 0)
         nodes = tl.load(work + WORK_NODES)

@@ -11,14 +11,15 @@ tile, and an item is cut only where two programs meet. At most ``num_programs - 
 ``2 * num_programs`` partials.
 
 Requests of the same number of row tiles are a *class*. Each row tile of a class has a line of its own (a *lane*:
-request, then KV head), and lanes of a class have equally many programs, side by side. Programs of the same place in
-their lanes then walk the same keys at the same time, and what one of them brings from memory the others find in L2.
+request, then KV head), and lanes of a class have equally many programs, numbered side by side. Programs of the same
+place in their lanes then walk the same keys at the same time, and what one of them brings from memory the others find
+in L2. So that they find it near, they are launched next to each other: a class deals its blocks to its lanes in turn.
 The share is one for all, and lanes have whole programs, so that a few may have nothing to do. Where these would be too
 many (BUSY), or a request has CLASSES row tiles less than the widest, there is one line for all (request, then KV head,
 then row tile).
 
-A *place* is counted in tiles from the first program's first: program ``p`` is at ``p * share``, and each lane begins
-with a program.
+A *place* is counted in tiles from the first program's first: program number ``p`` is at ``p * share``, and each lane
+begins with a program.
 
 Where a few items are long (ALIGNED), all wait for the program that holds the end of one and the beginning of the next:
 the second starts anew, with a query tile, page ids and a first tile to wait for. If a share of a few tiles more
@@ -30,9 +31,10 @@ None is cut, and each has a partial of its own, so that a row's sums do not depe
 Outputs (int32):
 
 ``work [num_programs, 16]``
-    What a program needs to start after one load, fields in the order of ``WORK_*``: the request, KV head, row tile and
-    KV tile where its stretch begins, its length in tiles, then of that request its nodes, prefix, first row, row tiles
-    and rows of a row tile; the turn behind it, its lane, where it is seen from, its place, and the share.
+    What a block needs to start after one load, fields in the order of ``WORK_*``: the request, KV head, row tile and
+    KV tile where its program's stretch begins, its length in tiles, then of that request its nodes, prefix, first row,
+    row tiles and rows of a row tile; the turn behind it, its lane, where it is seen from, its number (in
+    batch-invariant mode its place), and the share.
 ``turns [batch, 8]``
     What a program needs of the request that it goes on to, fields in the order of ``TURN_*``: requests that have work,
     class by class, the widest first, or all in their order where there is one line.
@@ -68,7 +70,7 @@ WORK_TURN = tl.constexpr(10)  # of the request that comes next
 WORK_LANE = tl.constexpr(11)  # the row tile that this program keeps to; -1 where there is one line for all
 WORK_FIRST = tl.constexpr(12)
 WORK_FULL = tl.constexpr(13)
-WORK_PLACE = tl.constexpr(14)  # read in batch-invariant mode
+WORK_NUMBER = tl.constexpr(14)  # of the program that a block runs; in batch-invariant mode its place
 WORK_SHARE = tl.constexpr(15)  # of every program, in tiles
 ARRIVAL_FIELDS = tl.constexpr(4)
 TURN_FIELDS = tl.constexpr(8)
@@ -296,8 +298,9 @@ def plan_kernel(
     lane_step = held * 0
     line_begin = tl.sum(behind, 0)
     class_begin = share * 0  # its first program
-    my_first = p * 0  # of the class of each program: that, its programs a lane, tiles of a lane, and where they begin
+    my_first = p * 0  # of the class of each block: that, programs a lane, lanes, tiles of a lane, and where they begin
     my_programs = p * 0 + 1
+    my_lanes = p * 0 + 1
     my_tiles = p * 0
     my_begin = p * 0
     for below in tl.static_range(CLASSES):
@@ -308,20 +311,23 @@ def plan_kernel(
             count = tl.sum(of_class, 0)
             lane_tiles = count.to(tl.int32)
             lane_programs = tl.cdiv(lane_tiles, share)
+            lanes = tl.where(in_lanes, widest - below, 1)
             moved = tl.where(in_class, class_begin * share - line_begin.to(tl.int32), moved)
             lane_step = tl.where(in_class, lane_programs * share, lane_step)
             mine = p >= class_begin
             my_first = tl.where(mine, class_begin, my_first)
             my_programs = tl.where(mine, tl.maximum(lane_programs, 1), my_programs)
+            my_lanes = tl.where(mine, tl.maximum(lanes, 1), my_lanes)
             my_tiles = tl.where(mine, lane_tiles, my_tiles)
             my_begin = tl.where(mine, line_begin.to(tl.int32), my_begin)
             line_begin += count
-            class_begin += lane_programs * tl.where(in_lanes, widest - below, 1)
+            class_begin += lane_programs * lanes
     turn = (behind >> 32).to(tl.int32) - 1  # -1 without work
     end = behind.to(tl.int32)
 
-    lane = (p - my_first) // my_programs
-    on_lane = (p - my_first - lane * my_programs) * share
+    nth = (p - my_first) // my_lanes  # of its lane
+    lane = p - my_first - nth * my_lanes
+    on_lane = nth * share
     left = tl.where(p < class_begin, tl.minimum(my_tiles - on_lane, share), 0)
     start = on_lane + my_begin
     before = (end[None, :] <= start[:, None]) & (turn >= 0)[None, :]
@@ -353,7 +359,8 @@ def plan_kernel(
     tl.store(row + WORK_ROW_TILES, my_row_tiles, mask=live)
     tl.store(row + WORK_TILE_ROWS, tl.cdiv(my_nodes * GROUP, my_row_tiles), mask=live)
     tl.store(row + WORK_TURN, my_turn + 1, mask=live)
-    tl.store(row + WORK_PLACE, p * share, mask=live)
+    number = my_first + lane * my_programs + nth
+    tl.store(row + WORK_NUMBER, p * share if SPLIT > 0 else number, mask=live)
     tl.store(row + WORK_SHARE, p * 0 + share, mask=live)
     words = p[:, None] * ARRIVAL_FIELDS + tl.arange(0, ARRIVAL_FIELDS)[None, :]
     tl.store(arrivals_ptr + words, words * 0, mask=live[:, None])
