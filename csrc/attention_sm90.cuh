@@ -29,11 +29,11 @@ template <int CONSUMERS, int HEAD_DIM>
 struct Registers;
 template <int HEAD_DIM>
 struct Registers<1, HEAD_DIM> {
-  static constexpr int PRODUCER = 56, CONSUMER = 200;
+  static constexpr int PRODUCER = 32, CONSUMER = 224;
 };
 template <int HEAD_DIM>
 struct Registers<2, HEAD_DIM> {
-  static constexpr int PRODUCER = 72, CONSUMER = 216;
+  static constexpr int PRODUCER = 40, CONSUMER = 232;
 };
 template <int HEAD_DIM>
 struct Registers<3, HEAD_DIM> {

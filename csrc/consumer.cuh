@@ -17,6 +17,9 @@
 
 namespace treeattn {
 
+// Products of a consumer that are on their way while it computes weights: V_ALONE adds to its sums, as the first of V_BEFORE_K.
+enum Multiplying { NOTHING, V_ALONE, V_BEFORE_K };
+
 // FP8: of the caches. The ring has their numbers as T, each worth the item's scale of it, and fresh rows as they are. Sums of
 // V count in numbers of the cache until the first tile with fresh rows.
 // Io: of Q and out. Where it is bf16 and T float16, Q is multiplied as float16 times a power of two, which the greatest number
@@ -30,6 +33,7 @@ struct Consumer {
   static constexpr int WORDS = KEYS / EDGE_KEYS;  // mask words of a row and tile
   static constexpr bool ALL_Q = Q_STEPS == HEAD_DIM / 16;  // is in registers
   static constexpr bool WINDOW = (OPTIONS & OPTION_WINDOW) != 0, CAP = (OPTIONS & OPTION_CAP) != 0;
+  static constexpr bool AHEAD = !FP8 && CONSUMERS <= 2 && HEAD_DIM <= 128;  // registers for two tiles' scores
   static constexpr bool CONVERTS = IS_HALF<T> != IS_HALF<Io>, FRESH = FP8 && !CONVERTS;
   static constexpr float GROWTH = 8.f;      // in powers of two; float16 weights reach 2^16
   static constexpr float LOWEST = -1.7e38f;  // half of the least number: the base of a row that has seen nothing
@@ -245,11 +249,10 @@ struct Consumer {
   }
 
   // A score exceeds its row's base by far: move the bases of this warp's rows to their maxima, and scale what there is.
-  __device__ __forceinline__ void raise(float (&out)[HEAD_DIM / 2], const float (&best)[2], bool multiplying) {
-    if (multiplying) {
-      wgmma_wait<0>();
-      pin(out);
-    }
+  __device__ __forceinline__ void raise(float (&out)[HEAD_DIM / 2], const float (&best)[2], Multiplying multiplying) {
+    if (multiplying == V_ALONE) wgmma_wait<0>();
+    if (AHEAD && multiplying == V_BEFORE_K) wgmma_wait<0>();
+    if (multiplying != NOTHING) pin(out);
     float decay[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -270,8 +273,8 @@ struct Consumer {
     }
   }
 
-  // Scores to weights, in place. `multiplying`: a product that adds to `out` is on its way.
-  __device__ __forceinline__ void softmax(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], bool multiplying) {
+  // Scores to weights, in place. `multiplying`: products that are on their way.
+  __device__ __forceinline__ void softmax(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], Multiplying multiplying) {
     const float scale = this->scale();
     float best[2];
 #pragma unroll
@@ -384,7 +387,7 @@ struct Consumer {
     if (!idle) {
       if constexpr (CAP) cap(scores);
       if (edge) mask(scores, words, lane);
-      softmax(scores, out, false);
+      softmax(scores, out, NOTHING);
     }
   }
 
@@ -427,8 +430,80 @@ struct Consumer {
     if (!idle) {
       if constexpr (CAP) cap(scores);
       if (edge) mask(scores, words, lane);
-      softmax(scores, out, true);
+      softmax(scores, out, V_ALONE);
     }
+  }
+
+  // Scores of tile `tile` of an item to `scores`, on their way.
+  __device__ __forceinline__ void issue_k(float (&scores)[KEYS / 2], const u32 (&q)[4 * Q_STEPS], const Place<STAGES>& k_place,
+                                          i32 tile, i32 full) {
+    wait_full(k_place, 0, threads_copied(tile, tile >= full, 0));
+    pin(scores);
+    wgmma_fence();
+    multiply_k(scores, q, half_address(k_place, 0));
+    wgmma_commit();
+  }
+
+  // Scores of tile `tile` of an item to weights, in place.
+  __device__ __forceinline__ void weigh(float (&scores)[KEYS / 2], float (&out)[HEAD_DIM / 2], const Cursor& at, i32 tile,
+                                        i32 full, Multiplying multiplying) {
+    if (idle) return;
+    u32 words[2][WORDS];
+    const bool edge = tile >= full;
+    if (edge) load_words(words, at, at.edge_begin + (tile - full) * (KEYS / EDGE_KEYS), at.edge_end);
+    if constexpr (CAP) cap(scores);
+    if (edge) mask(scores, words, lane);
+    softmax(scores, out, multiplying);
+  }
+
+  // AHEAD: scores of the tile at `place`, number `tile` of the item, are in `now`. Ask for the next tile's, compute weights
+  // meanwhile, multiply them with V.
+  __device__ __forceinline__ void step(float (&now)[KEYS / 2], float (&next)[KEYS / 2], float (&out)[HEAD_DIM / 2],
+                                       u32 (&weights)[KEYS / 4], const u32 (&q)[4 * Q_STEPS], const Cursor& at, i32 tile,
+                                       i32 full) {
+    issue_k(next, q, place.next(), tile + 1, full);
+    weigh(now, out, at, tile, full, V_BEFORE_K);
+    wgmma_wait<1>();
+    pin(out);
+    if (tile > 0) release(v_place, 1);
+    weights_of(weights, now);
+    wait_full(place, 1, threads_copied(tile, tile >= full, 0));
+    wgmma_fence();
+    multiply_v(out, weights, half_address(place, 1));
+    wgmma_commit();
+    v_place = place;
+    place = place.next();
+    wgmma_wait<1>();
+    pin(next);
+    release(place, 0);
+  }
+
+  // The tiles of an item, to the weights of the last one.
+  __device__ __forceinline__ void tiles_ahead(float (&out)[HEAD_DIM / 2], u32 (&weights)[KEYS / 4], const u32 (&q)[4 * Q_STEPS],
+                                              const Cursor& at, i32 full, i32 tiles) {
+    float even[KEYS / 2], odd[KEYS / 2];
+    issue_k(even, q, place, 0, full);
+    wgmma_wait<0>();
+    pin(even);
+    release(place, 0);
+    i32 tile = 0;
+#pragma unroll 1
+    while (tile + 1 < tiles) {
+      step(even, odd, out, weights, q, at, tile, full);
+      tile += 1;
+      if (tile + 1 == tiles) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; ++i) even[i] = odd[i];
+        break;
+      }
+      step(odd, even, out, weights, q, at, tile, full);
+      tile += 1;
+    }
+    weigh(even, out, at, tile, full, V_ALONE);
+    wgmma_wait<0>();
+    pin(out);
+    if (tiles > 1) release(v_place, 1);
+    weights_of(weights, even);
   }
 
   __device__ __forceinline__ void item(const Cursor& at) {
@@ -455,7 +530,7 @@ struct Consumer {
       return;
     }
     u32 q[4 * Q_STEPS], weights[KEYS / 4];
-    float scores[KEYS / 2], out[HEAD_DIM / 2];
+    float out[HEAD_DIM / 2];
     idle = uniform(at.row0) + uniform(upper_row()) >= uniform(at.row_end);
     if constexpr (FP8) {
       const float worth = k_worth(p, at);
@@ -469,16 +544,22 @@ struct Consumer {
     base[0] = base[1] = LOWEST;
     sum[0] = sum[1] = 0.f;
 
-    first_tile(scores, out, q, at, full == 0, cached);
+    if constexpr (AHEAD) {
+      tiles_ahead(out, weights, q, at, full, tiles);
+      if (!ALL_Q) release_q();
+    } else {
+      float scores[KEYS / 2];
+      first_tile(scores, out, q, at, full == 0, cached);
 #pragma unroll 1
-    for (i32 tile = 1; tile < tiles; ++tile) next_tile(scores, out, weights, q, at, tile, full, cached);
-    if (!ALL_Q) release_q();
-    if (tiles > 1) {
-      finish_v(out, v_place);
-      if (FRESH && seldom(tiles == cached + 1)) rescale(out, at);
+      for (i32 tile = 1; tile < tiles; ++tile) next_tile(scores, out, weights, q, at, tile, full, cached);
+      if (!ALL_Q) release_q();
+      if (tiles > 1) {
+        finish_v(out, v_place);
+        if (FRESH && seldom(tiles == cached + 1)) rescale(out, at);
+      }
+      weights_of(weights, scores);
     }
     const float worth = FP8 && cached == tiles ? v_worth(p, at) : 1.f;
-    weights_of(weights, scores);
     wait_full(place, 1, true);
     pin(out);
     wgmma_fence();
