@@ -26,6 +26,7 @@ from treeattn.cuda.config import KEYS, MLA_DIMS, Variant
 from treeattn.cuda.launch import load
 from treeattn.driver import LOCAL_BYTES
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, random_case
+from treeattn.testing.truth import truth
 
 REASON = treeattn.available_backends("cuda")["cuda"]
 pytestmark = [
@@ -438,6 +439,7 @@ def test_a_million_tokens(kind: str) -> None:
     trees = [draw_tree("recent", 17, random.Random(3)), draw_tree("any", 9, random.Random(4)), [-1]]
     case = build_case(trees, [1_000_003, 0, 5], q_lens=[17, 17, 2], heads=heads, head_dim=dim, dtype=torch.bfloat16,
                       device="cuda", placement=Placement(page_size=64, table="block"), options=options)  # fmt: skip
+    expected = truth(case)
     for path in ("plain", "static"):
-        verdict = check_case(case, "cuda", path)
+        verdict = check_case(case, "cuda", path, expected)
         assert verdict.ok, f"{path}: {verdict.message}\n{case.describe()}"

@@ -61,11 +61,10 @@ def attend(
     rows, keys = mask.any(1), mask.any(0)
     if not bool(rows.any()):
         return out, lse
-    group = q.shape[1] // k.shape[1]
-    heads_q = q[rows].transpose(0, 1)
-    heads_k = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
-    heads_v = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
-    scores = (heads_q @ heads_k.transpose(1, 2)) * sm_scale
+    # the rows of all query heads of a KV head meet its keys at once: a million keys are not copied for each head
+    heads_q = q[rows].transpose(0, 1).unflatten(0, (k.shape[1], -1)).flatten(1, 2)
+    heads_k, heads_v = k[keys].transpose(0, 1), v[keys].transpose(0, 1)
+    scores = (heads_q @ heads_k.transpose(1, 2)).reshape(q.shape[1], -1, heads_k.shape[1]) * sm_scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~mask[rows][:, keys], -math.inf)
@@ -77,7 +76,8 @@ def attend(
     else:
         with_sink = scores
         weights = torch.softmax(scores, dim=2)
-    out[rows] = (weights @ heads_v).transpose(0, 1)
+    heads_out = weights.reshape(k.shape[1], -1, weights.shape[2]) @ heads_v
+    out[rows] = heads_out.reshape(q.shape[1], -1, v.shape[2]).transpose(0, 1)
     lse[rows] = torch.logsumexp(with_sink if sinks_in_lse else scores, dim=2).transpose(0, 1)
     return out, lse
 
