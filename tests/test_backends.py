@@ -64,7 +64,7 @@ def name_of(row: dict[str, Any]) -> str:
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda index: name_of(ROWS[index][1]))
 def test_auto_takes_the_faster_kernels_of_each_committed_row(index: int) -> None:
     file, row, times = ROWS[index]
-    assert times[taken(row)] <= 1.04 * min(times.values()), file
+    assert times[taken(row)] <= 1.05 * min(times.values()), file
 
 
 def test_the_exception_is_a_row_that_needs_it() -> None:
@@ -72,13 +72,13 @@ def test_the_exception_is_a_row_that_needs_it() -> None:
     assert len(ROWS) >= 42
     apart = [(row["batch"], row["q_len"], row["prefix"], row["qo_heads"], row["kv_heads"]) for _, row, _ in ROWS
              if taken(row) == "triton"]  # fmt: skip
-    assert apart == [(1, 17, 2048, 8, 1), (1, 17, 2048, 64, 8)]
+    assert apart == [(1, 17, 2048, 8, 1), (1, 17, 2048, 64, 8), (1, 17, 16384, 8, 1)]
     ratios = {name_of(row): times["cuda"] / times["triton"] for _, row, times in ROWS}
-    assert ratios["gqa-1-17-2048-8/1"] == pytest.approx(1.40, abs=0.005)
-    assert ratios["gqa-1-17-16384-8/1"] == pytest.approx(0.995, abs=0.005)
-    assert ratios["gqa-1-17-2048-64/8"] == pytest.approx(1.10, abs=0.005)
-    assert ratios["gqa-1-17-16384-64/8"] == pytest.approx(0.743, abs=0.005)
-    assert sorted(ratios.values())[-3] <= 1.04
+    assert ratios["gqa-1-17-2048-8/1"] == pytest.approx(1.45, abs=0.005)
+    assert ratios["gqa-1-17-16384-8/1"] == pytest.approx(1.06, abs=0.005)
+    assert ratios["gqa-1-17-2048-64/8"] == pytest.approx(1.155, abs=0.005)
+    assert ratios["gqa-1-17-16384-64/8"] == pytest.approx(0.797, abs=0.005)
+    assert sorted(ratios.values())[-4] <= 1.04
 
 
 LARGE = Size(64, 17, 1 << 17)
@@ -95,11 +95,11 @@ TABLE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "head-dim-96": ("triton", ("cuda", 90, (32, 8, 96), LARGE), {}),
     "float32": ("triton", ("cuda", 90, (32, 8, 128), LARGE), {"dtype": torch.float32}),
     "one-item": ("triton", ("cuda", 90, (8, 1, 128), SMALL), {}),
-    "one-item-with-room": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(room=8193)), {}),
-    "two-items": ("cuda", ("cuda", 90, (16, 2, 128), SMALL), {}),
-    "two-short-items": ("triton", ("cuda", 90, (16, 2, 128), SMALL._replace(room=3072)), {}),
-    "two-short-items-of-128-rows": ("cuda", ("cuda", 90, (16, 2, 128), SMALL._replace(room=3072, max_q_len=16)), {}),
-    "nine-short-items": ("cuda", ("cuda", 90, (72, 9, 128), SMALL._replace(room=3072)), {}),
+    "one-item-with-room": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(room=24577)), {}),
+    "two-items": ("cuda", ("cuda", 90, (16, 2, 128), SMALL._replace(room=4097)), {}),
+    "two-short-items": ("triton", ("cuda", 90, (16, 2, 128), SMALL), {}),
+    "two-short-items-of-128-rows": ("cuda", ("cuda", 90, (16, 2, 128), SMALL._replace(max_q_len=16)), {}),
+    "nine-short-items": ("cuda", ("cuda", 90, (72, 9, 128), SMALL), {}),
     "two-requests": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(requests=2)), {}),
     "two-row-tiles": ("cuda", ("cuda", 90, (8, 1, 128), SMALL._replace(max_q_len=25)), {}),
     "mla": ("cuda", ("cuda", 90, (8, 1, 576), SMALL), {"head_dim_v": 512, "shared_kv": True}),

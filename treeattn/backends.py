@@ -16,7 +16,7 @@ BACKENDS = ("reference", "torch", "triton", "cuda")
 INTERPRETER_PROGRAMS = 6  # few, since each costs 10 ms there; items are cut, and 2, 3 and 6 row tiles make lanes
 HOPPER = 90
 """Compute capability, times ten, of the chips that the kernels of ``csrc`` are for."""
-SHORT_KEYS, SHORTER_KEYS = 8192, 3072
+SHORT_KEYS, SHORTER_KEYS = 24576, 4096
 """Keys of one request up to which Triton's kernels are the faster ones where a step is a single item, or a few."""
 ITEM_ROWS, WIDE_ROWS, FEW_ITEMS = 192, 129, 8
 """Packed rows of an item of the CUDA kernels, at most, and of one that takes three warpgroups; items that are a few."""
@@ -65,10 +65,11 @@ def choose_backend(
         return "torch"
     if arch != HOPPER or not cuda_works or missing("cuda", device_type, asked) is not None:
         return "triton"
-    # In the rows of h200-gqa.json, h200-mla.json and h200-fp8.json the CUDA kernels take at most 1.04 of Triton's time,
-    # but for two of 136 packed rows and a prefix of 2048: (1, 17, 2048, 8/1), one item, 1.40, 10.6 µs against 7.5, and
-    # (1, 17, 2048, 64/8), eight items, 1.10. At a prefix of 16384 they take 1.00 and 0.74; lines between cross 1 at
-    # 16,000 and 3,700 keys, and were there at 11,500 and 3,400 in a run before.
+    # In the rows of h200-gqa.json, h200-mla.json and h200-fp8.json the CUDA kernels take at most 1.03 of Triton's time,
+    # but for three of 136 packed rows: one item, (1, 17, 2048, 8/1) 1.45, 10.5 µs against 7.3, and (1, 17, 16384, 8/1)
+    # 1.06; eight items, (1, 17, 2048, 64/8) 1.16. With a prefix of 131072 the one item takes 0.88, with 16384 the eight
+    # take 0.80; lines between these cross 1 at 34,000 and 4,900 keys.
+    # (Pages of one slot under wide trees, of which a plan's size says nothing, take 1.04: h200-further.json.)
     geometry = asked.geometry
     if size is not None and not geometry.shared_kv and size.requests == 1:
         rows, items = size.max_q_len * geometry.group, geometry.num_kv_heads
