@@ -62,7 +62,7 @@ def attend(
     if not bool(rows.any()):
         return out, lse
     # the rows of all query heads of a KV head meet its keys at once: a million keys are not copied for each head
-    heads_q = q[rows].transpose(0, 1).unflatten(0, (k.shape[1], -1)).flatten(1, 2)
+    heads_q = q[rows].transpose(0, 1).reshape(k.shape[1], -1, q.shape[2])
     heads_k, heads_v = k[keys].transpose(0, 1), v[keys].transpose(0, 1)
     scores = (heads_q @ heads_k.transpose(1, 2)).reshape(q.shape[1], -1, heads_k.shape[1]) * sm_scale
     if soft_cap:
