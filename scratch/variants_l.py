@@ -26,15 +26,17 @@ HINT = {"first": "0x12F0000000000000", "last": "0x14F0000000000000", "normal": "
 
 
 def hinted(folder: Path, kind: str) -> None:
-    edit(
-        folder / "csrc/ptx.cuh",
-        ("\"cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes \"\n"
-         "      \"[%0], [%1, {%2, %2, %3, %4, %5}], [%6];\" ::\"r\"(to), \"l\"(&map), \"r\"(0), \"r\"(panel), \"r\"(group), \"r\"(page),\n"
-         "      \"r\"(barrier)",
-         "\"cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint \"\n"
-         "      \"[%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;\" ::\"r\"(to), \"l\"(&map), \"r\"(0), \"r\"(panel), \"r\"(group), \"r\"(page),\n"
-         f"      \"r\"(barrier), \"l\"({HINT[kind]}ull)"),
-    )
+    path = folder / "csrc/ptx.cuh"
+    text = path.read_text()
+    for axes in ("4d", "5d"):
+        at = text.index(f"cp.async.bulk.tensor.{axes}.shared::cluster.global.tile.mbarrier::complete_tx::bytes")
+        end = text.index('"memory");', at)
+        body = text[at:end]
+        body = body.replace("complete_tx::bytes ", "complete_tx::bytes.L2::cache_hint ").replace("[%6];", "[%6], %7;")
+        body = body.replace('"r"(barrier)', f'"r"(barrier), "l"({HINT[kind]}ull)')
+        assert "%7;" in body and "ull" in body, body
+        text = text[:at] + body + text[end:]
+    path.write_text(text)
 
 
 def promoted(folder: Path, code: int) -> None:
