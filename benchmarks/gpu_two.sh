@@ -11,7 +11,7 @@
 #
 # Both put what they found into a copy of the committed gpu-tests.json, which OUT gets beside the results and one log of the
 # ends of all stages. Before: .gpu-cubins (gpu_cubins.py) and .sglang-gpu (sglang_pack.py), without which csrc is compiled
-# there (100 s) and SGLang is left out. Seconds of stages on H200s, of 32 cores shared by all: csrc's tests with 13 workers 267,
+# there (100 s) and SGLang is left out. Seconds of stages on H200s, of 32 cores shared by all: csrc's tests with 13 workers 267 (but for a million tokens),
 # memcheck 170, racecheck 172, sweep of csrc with 3 jobs 151; step 19, gqa 146, mla with SGLang 100, kimi 24, fp8 29; further
 # 158, other tests with 29 workers on both GPUs (TREEATTN_TEST_GPUS=0,1) 218, memcheck on Triton's kernels beside them 240.
 set -uo pipefail

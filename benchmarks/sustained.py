@@ -20,10 +20,10 @@ import torch
 
 from treeattn.bench.inputs import COLD_BYTES, Inputs
 from treeattn.bench.providers import tree_calls
+from treeattn.bench.timing import graph_of
 from treeattn.bench.workloads import SETS, Workload
-from treeattn.graphs import capture
 
-FEWEST_CALLS, BURST, PAUSE_S = 8, 3, 0.3
+BURST, PAUSE_S = 3, 0.3
 SPIN = r"""
 extern "C" __global__ void spin(unsigned long long* told) {
   unsigned long long begin, now;
@@ -54,18 +54,7 @@ def clock_reader() -> Callable[[], float]:
 
 def measure(work: Workload, backend: str, seconds: float, clock: Callable[[], float]) -> dict[str, Any]:
     """µs a call of `BURST` replays behind a pause, then of the last of `seconds` without one; GHz behind each."""
-    calls = tree_calls(Inputs(work, torch.device("cuda"), COLD_BYTES), backend).calls
-    rounds = -(-FEWEST_CALLS // len(calls))
-
-    def each() -> None:
-        for _ in range(rounds):
-            for call in calls:
-                call()
-
-    graph, _ = capture(each, warm_up=lambda: calls[0]())
-    graph.replay()
-    torch.cuda.synchronize()
-
+    graph, count = graph_of(tree_calls(Inputs(work, torch.device("cuda"), COLD_BYTES), backend).calls)
     new_event: Callable[[], Any] = functools.partial(torch.cuda.Event, enable_timing=True)
 
     def replay(times: int) -> float:
@@ -75,7 +64,7 @@ def measure(work: Workload, backend: str, seconds: float, clock: Callable[[], fl
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) * 1000 / (times * rounds * len(calls))
+        return float(begin.elapsed_time(end)) * 1000 / (times * count)
 
     time.sleep(PAUSE_S)
     burst, burst_ghz = replay(BURST), clock()

@@ -11,7 +11,7 @@ import torch
 
 from treeattn.graphs import capture
 
-__all__ = ["Timing", "measure_ceilings", "time_calls", "time_graph", "time_host"]
+__all__ = ["Timing", "graph_of", "measure_ceilings", "time_calls", "time_graph", "time_host"]
 
 REPLAYS = 15
 FEWEST_REPLAYS, ENOUGH_S = 3, 1.5  # of a graph that takes long: the most replays that end within this, or the fewest
@@ -32,11 +32,8 @@ def _summary(samples: list[float]) -> Timing:
     return Timing(*pick)
 
 
-def time_graph(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Timing:
-    """Capture the calls in one CUDA graph and time its replays.
-
-    The calls rotate over copies of their inputs, so that each finds a cold L2: the caller provides enough of them.
-    """
+def graph_of(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """The calls in one CUDA graph, again until there are `FEWEST_CALLS`, replayed once; and how many these are."""
     rounds = -(-FEWEST_CALLS // len(calls))
 
     def each() -> None:
@@ -51,6 +48,15 @@ def time_graph(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Ti
     graph, _ = capture(each, warm_up=some)
     graph.replay()
     torch.cuda.synchronize()
+    return graph, rounds * len(calls)
+
+
+def time_graph(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Timing:
+    """Capture the calls in one CUDA graph and time its replays.
+
+    The calls rotate over copies of their inputs, so that each finds a cold L2: the caller provides enough of them.
+    """
+    graph, count = graph_of(calls)
     begin_s = time.perf_counter()
     graph.replay()
     torch.cuda.synchronize()
@@ -62,7 +68,7 @@ def time_graph(calls: Sequence[Callable[[], Any]], replays: int = REPLAYS) -> Ti
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    return _summary([begin.elapsed_time(end) * 1000 / (rounds * len(calls)) for begin, end in events])
+    return _summary([begin.elapsed_time(end) * 1000 / count for begin, end in events])
 
 
 def time_host(call: Callable[[], Any], samples: int = 300, sync: Callable[[], None] | None = None) -> Timing:
