@@ -312,8 +312,7 @@ struct Consumer {
 
   // Rows of a whole item to `out`, of a part to its partial slot. FP8: `worth` of V's numbers.
   __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at, float worth) {
-    // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
-    const i64 part_row = static_cast<i64>(p.split > 0 ? at.number : 2 * at.number + (at.unit == 0)) * TILE_ROWS;
+    const i64 part_row = part_slot(at, p) * TILE_ROWS;
     const i32 upper = upper_row();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -508,9 +508,7 @@ struct Fp8Consumer {
           to = reinterpret_cast<u64>(p.out) + 2 * (node * p.stride_out_row + head * p.stride_out_head);
           if (p.lse != nullptr) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
         } else {
-          // the first part of a cut item goes to slot 2p + 1, any later part to slot 2p: a block has one of each at most
-          const i64 slot = p.split > 0 ? at.number : 2 * at.number + (at.unit == 0);
-          const i64 part_row = slot * ROWS + thread;
+          const i64 part_row = part_slot(at, p) * ROWS + thread;
           to = reinterpret_cast<u64>(p.partial_out + part_row * HEAD_DIM);
           p.partial_lse[part_row] = lse;
         }

@@ -56,9 +56,9 @@ struct MlaShared {
   }
 };
 
-// First row of the slot that takes this block's part of an item: as in consumer.cuh.
+// First row of the slot that takes this block's part of an item.
 __device__ __forceinline__ i64 mla_part(const AttentionParams& p, const Cursor& at) {
-  return static_cast<i64>(p.split > 0 ? at.number : 2 * at.number + (at.unit == 0)) * MLA_ROWS;
+  return part_slot(at, p) * MLA_ROWS;
 }
 
 }  // namespace treeattn

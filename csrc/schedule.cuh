@@ -91,6 +91,12 @@ __device__ __forceinline__ void cursor_place(Cursor& at, const AttentionParams& 
   if (p.positions != nullptr) at.prefix_len = p.prefix_lens[at.request];
 }
 
+// The slot of partials that takes the part at the cursor. The first part of a cut item goes to slot 2p + 1 of program p, any later
+// part to slot 2p: a block has one of each at most.
+__device__ __forceinline__ i64 part_slot(const Cursor& at, const AttentionParams& p) {
+  return static_cast<i64>(p.split > 0 ? at.number : 2 * at.number + (at.unit == 0));
+}
+
 // What a block has computed of an item that is cut, and which blocks have the rest (merge.cuh). They are counted by their
 // programs' numbers: the plan deals blocks to lanes in turn.
 struct Part {

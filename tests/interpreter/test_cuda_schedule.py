@@ -52,7 +52,7 @@ static void walk(const AttentionParams& p, int programs) {
                   at.kv_head, at.row_tile, at.row0, at.row_end, at.unit, at.end, at.full_tiles, at.full_key,
                   at.tail_key, at.front_units, at.prefix_units, at.edge_begin, at.edge_end, at.tiles, at.whole,
                   at.first, at.full,
-                  p.split > 0 ? at.number : 2 * at.number + (at.unit == 0), part.first_block, part.blocks,
+                  static_cast<int>(part_slot(at, p)), part.first_block, part.blocks,
                   part.first_block + part.own);
       cursor_advance(at, p);
     }
