@@ -117,8 +117,8 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
 #pragma unroll
     for (u32 row = 0; row < 2; ++row) {
       const u64 found = __shfl_sync(~0u, address, 8 * row + lane / 4), numbers = found & ~1ull;
-      copy_async_16(begin + row * (8 * 128), numbers + first_piece() * 16, found & 1 ? 0 : 16);
-      copy_async_16((begin ^ OTHER_PIECE) + row * (8 * 128), numbers + (first_piece() ^ 4) * 16, found & 1 ? 0 : 16);
+      stream_async_16(begin + row * (8 * 128), numbers + first_piece() * 16, found & 1 ? 0 : 16);
+      stream_async_16((begin ^ OTHER_PIECE) + row * (8 * 128), numbers + (first_piece() ^ 4) * 16, found & 1 ? 0 : 16);
     }
   }
 

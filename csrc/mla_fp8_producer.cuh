@@ -119,7 +119,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
     if (there) {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half)
-        copy_async_16(arriving(third, index, half), (rows[half] & ~1ull) + panel_at(index) * PANEL_COLUMNS,
+        stream_async_16(arriving(third, index, half), (rows[half] & ~1ull) + panel_at(index) * PANEL_COLUMNS,
                       rows[half] & 1 ? 0 : 16);
     }
     copy_async_commit();
@@ -166,8 +166,8 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
           const u64 row = half == 0 ? upper : lower, from = (row & ~1ull) + bytes;
-          copy_async_16(to + half * 32 * 128, from, row & 1 ? 0 : 16);
-          copy_async_16((to ^ 64) + half * 32 * 128, from + 64, row & 1 ? 0 : 16);
+          stream_async_16(to + half * 32 * 128, from, row & 1 ? 0 : 16);
+          stream_async_16((to ^ 64) + half * 32 * 128, from + 64, row & 1 ? 0 : 16);
         }
       }
       copy_async_arrive(at.full);

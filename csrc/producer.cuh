@@ -3,7 +3,8 @@
 // Full tiles of the prefix come by tensor copies, a box of a page at a time, which the first warp asks for. It also walks
 // along the plan, and hands each item to the other warps of the block; nothing else keeps it, so that the next item's
 // tiles are on their way while the other warps copy what needs a look at each row, 16 bytes a thread: Q, the end of the
-// prefix and the tree, where a row that nobody sees must not be read. One lane finds out where a key is (page, or slot,
+// prefix and the tree, where a row that nobody sees must not be read. Of tensor copies only so many are on their way at a
+// time (FLIGHT_BYTES), though the ring has room for more. One lane finds out where a key is (page, or slot,
 // or row of the fresh tensors) and tells the lanes that copy its row.
 //
 // Where no tensor map can be made (pages of less than 8 slots or of an odd number, odd strides, KV heads that are not
@@ -31,6 +32,8 @@ struct Producer {
   static constexpr int TILE_ROWS = Memories::ROWS * CONSUMERS;
   static constexpr int WARP_KEYS = KEYS / 4;
   static constexpr int PAGE_TILES = 32 / WARP_KEYS;     // tiles whose page ids a warp reads at once
+  static constexpr u32 BLOCKS = sizeof(Memory) > MULTIPROCESSOR_BYTES / 2 ? 1 : 2;  // of a multiprocessor
+  static constexpr u32 ON_THE_WAY = FLIGHT_BYTES / (BLOCKS * 2 * Memories::HALF_BYTES);  // tiles, at a time
   static constexpr u32 EDGE_WARPS = 2;
   static constexpr bool WINDOW = (OPTIONS & OPTION_WINDOW) != 0;
 
@@ -52,6 +55,13 @@ struct Producer {
   __device__ __forceinline__ u32 wait_empty(u32 half) {
     barrier_wait(shared_address(&memory.empty[place.stage()][half]), place.phase() ^ 1);
     return shared_address(memory.stages[place.stage()][half]);
+  }
+
+  // Wait until this half of the tile asked for ON_THE_WAY tiles ago is there.
+  __device__ __forceinline__ void wait_full(u32 half) {
+    static_assert(ON_THE_WAY >= 1 && ON_THE_WAY < STAGES, "its barrier is at this round or the one before");
+    const u32 stage = place.stage() < ON_THE_WAY ? place.stage() + STAGES - ON_THE_WAY : place.stage() - ON_THE_WAY;
+    barrier_wait(shared_address(&memory.full[stage][half]), place.phase() ^ (place.stage() < ON_THE_WAY));
   }
 
   // A checked build: a half tile that was given back too early shows as NaN. By warp number `index` of `warps`.
@@ -76,7 +86,7 @@ struct Producer {
     spoil<WARPS>(begin, index);
     constexpr u32 ROWS = KEYS / WARPS, STRIDE = Memories::GROUP_BYTES;
     const u32 to = copy_place<ROW_BYTES / 2, STRIDE>(begin, ATOM_BYTES, index * ROWS, lane);
-    copy_rows<ROW_BYTES / 2, ROWS, STRIDE>(to, address, lane);
+    copy_rows<ROW_BYTES / 2, ROWS, STRIDE, CONSUMERS != 3>(to, address, lane);  // of three, the policy would spill
     const u32 barrier = shared_address(&memory.full[place.stage()][half]);
     copy_async_arrive(barrier);
     find_thread();
@@ -191,6 +201,7 @@ struct Producer {
       const u32 position = at.full_key + (first + lane) * rows, within = position - page_of(p, position) * p.page_size;
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
+        if (first >= ON_THE_WAY * boxes) wait_full(half);
         const u32 to = wait_empty(half), barrier = shared_address(&memory.full[place.stage()][half]);
         spoil<1>(to, 0);
         if (lane == 0) {

@@ -108,9 +108,21 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // --- asynchronous copies --------------------------------------------------------------------------------------------
 
+// What L2 gives up first and last when it needs room, as createpolicy says it for all of an access. K and V are read once a
+// step; parts of rows that are to be merged are wanted soon.
+constexpr u64 EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;
+
 // 16 bytes from global to shared memory past L1; `bytes` 0 reads nothing and writes zeros.
 __device__ __forceinline__ void copy_async_16(u32 to, u64 from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// The same of K and V. (The policy is made for each copy: where a thread has 32 registers, two that hold it spill others.)
+__device__ __forceinline__ void stream_async_16(u32 to, u64 from, u32 bytes) {
+  asm volatile(
+      "{\n\t.reg .b64 policy;\n\tcreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, policy;\n\t}" ::"r"(to), "l"(from), "r"(bytes)
+      : "memory");
 }
 
 // Read a number from global memory in place, if it is there. Written so that it stays in one register: a copy of one to
@@ -172,13 +184,15 @@ __device__ __forceinline__ void store_blocks_across(u32 row, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b) : "memory");
 }
 
-// 16 bytes to global memory.
+// Parts of rows to global memory, where another block reads them soon: not to be written back by L2 meanwhile.
 __device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
-  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+  asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d),
+               "l"(EVICT_LAST)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_two(float* to, float a, float b) {
-  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
+  asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(to), "f"(a), "f"(b), "l"(EVICT_LAST) : "memory");
 }
 
 // None of this thread's copies is on its way.
@@ -203,8 +217,9 @@ __device__ __forceinline__ void copy_async_arrive(u32 barrier) {
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, i32 dim, i32 slot, i32 head, i32 page,
                                          u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
-          "r"(to), "l"(&map), "r"(dim), "r"(slot), "r"(head), "r"(page), "r"(barrier)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(&map), "r"(dim), "r"(slot), "r"(head), "r"(page),
+      "r"(barrier), "l"(EVICT_FIRST)
       : "memory");
 }
 
@@ -212,9 +227,9 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, i32 dim, 
 // `panel` on, eights of slots from number `group` on.
 __device__ __forceinline__ void copy_panels(u32 to, const TensorMap& map, i32 panel, i32 group, i32 page, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(to), "l"(&map), "r"(0), "r"(panel), "r"(group), "r"(page),
-      "r"(barrier)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(&map), "r"(0), "r"(panel), "r"(group), "r"(page),
+      "r"(barrier), "l"(EVICT_FIRST)
       : "memory");
 }
 

@@ -21,6 +21,11 @@ constexpr u32 ITEM_LANES = 8;   // that hand over an item, 16 bytes each
 constexpr u32 PRODUCER_ARRIVALS = 128;  // each thread's copies arrive by themselves; a tensor copy's thread for all
 constexpr u32 PANEL_COLUMNS = 64;
 constexpr int OPTION_WINDOW = 1, OPTION_CAP = 2;  // of a kernel, added up; what others cost is outside its loop
+constexpr u32 MULTIPROCESSOR_BYTES = 227 * 1024;  // of shared memory, for one block or for two
+// K and V on their way to a multiprocessor by tensor copies: twice what memory's rate times its latency asks for. The ring may
+// hold more that is there. Were all of it on its way, 25 MB at a time, L2 would give less: (1, 17, 131072, 32/8) takes
+// 126.7 µs with 64 KB, 128.8 with 96, 137 with 192.
+constexpr u32 FLIGHT_BYTES = 64 * 1024;
 constexpr u32 ATOM_BYTES = 1024;  // 8 rows of a panel, the period of the swizzle
 
 // CACHED_BYTES: of a number of the caches; CONSUMER_ROWS: of a consumer's Q.
@@ -114,8 +119,8 @@ __device__ __forceinline__ void hand_item(Cursor& to, const Cursor& walk, u64& f
 
 // Copy ROWS rows of numbers of 16 bits to panels in the swizzle, of lane r the one at `address`. `to` is of this lane's
 // part of the first copy; the swizzle's bits of later ones are disjoint from its. STRIDE: from 8 rows of a panel to the
-// next 8. Bit 0 of an address: the row is 0.
-template <int HEAD_DIM, int ROWS, u32 STRIDE = ATOM_BYTES>
+// next 8. Bit 0 of an address: the row is 0. STREAMED: as K and V.
+template <int HEAD_DIM, int ROWS, u32 STRIDE = ATOM_BYTES, bool STREAMED = false>
 __device__ __forceinline__ void copy_rows(u32 to, u64 address, u32 lane) {
   constexpr u32 LANES = HEAD_DIM / 8, AT_ONCE = 32 / LANES;  // lanes of a row, 16 bytes each; rows of a copy
 #pragma unroll 1
@@ -123,7 +128,12 @@ __device__ __forceinline__ void copy_rows(u32 to, u64 address, u32 lane) {
 #pragma unroll
     for (u32 row = 0; row < 8; row += AT_ONCE) {
       const u64 from = __shfl_sync(~0u, address, begin + row + lane / LANES);
-      copy_async_16((to ^ (row << 4)) + row * 128, (from & ~1ull) + lane % LANES * 16, from & 1 ? 0 : 16);
+      const u32 place = (to ^ (row << 4)) + row * 128, bytes = from & 1 ? 0 : 16;
+      const u64 numbers = (from & ~1ull) + lane % LANES * 16;
+      if constexpr (STREAMED)
+        stream_async_16(place, numbers, bytes);
+      else
+        copy_async_16(place, numbers, bytes);
     }
   }
 }

@@ -17,7 +17,7 @@ SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in pe
 LOCAL_BYTES = 3  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 UINT8, FLOAT16, BFLOAT16 = 0, 6, 9  # CU_TENSOR_MAP_DATA_TYPE_*
 NO_INTERLEAVE, SWIZZLE_128B, FILL_ZERO = 0, 3, 0  # CU_TENSOR_MAP_*
-PROMOTE_128B, PROMOTE_256B = 2, 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_*
+PROMOTE_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 class DriverError(RuntimeError):
@@ -114,14 +114,12 @@ def encode_tensor_map(
         Of all axes but the innermost; multiples of 16.
     """
     rank = len(shape)
-    # a row of FP8 has 128 bytes: what is behind it in memory is another head's, which may not be wanted soon
-    promotion = PROMOTE_128B if dtype == UINT8 else PROMOTE_256B
     check(
         "cuTensorMapEncodeTiled",
         driver().cuTensorMapEncodeTiled(
             ctypes.byref(to), dtype, rank, address, (ctypes.c_uint64 * rank)(*shape),
             (ctypes.c_uint64 * (rank - 1))(*byte_strides), (ctypes.c_uint32 * rank)(*box),
-            (ctypes.c_uint32 * rank)(*[1] * rank), NO_INTERLEAVE, SWIZZLE_128B, promotion, FILL_ZERO,
+            (ctypes.c_uint32 * rank)(*[1] * rank), NO_INTERLEAVE, SWIZZLE_128B, PROMOTE_128B, FILL_ZERO,
         ),
     )  # fmt: skip
 

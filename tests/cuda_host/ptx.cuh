@@ -360,6 +360,7 @@ inline void copy_now(const Copy& copy) {
     std::memset(shared_bytes + copy.to, 0, 16);
 }
 inline void copy_async_16(u32 to, u64 from, u32 bytes) { machine->fibers[running].open.push_back({to, from, bytes}); }
+inline void stream_async_16(u32 to, u64 from, u32 bytes) { copy_async_16(to, from, bytes); }
 // The first copies that are on their way.
 inline void copies_come(size_t count) {
   Fiber& own = machine->fibers[running];
