@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Everything that is committed of a GPU run, in two calls of ten minutes on a machine with two GPUs and 32 cores.
+# Everything that is committed of a GPU run, in two calls of ten minutes on a machine with two GPUs and 32 cores, or more calls
+# on one GPU.
 #
 #   PEERS=folder REV=$(git rev-parse HEAD) OUT=folder LIMIT=560 bash benchmarks/gpu_two.sh csrc
 #   ... bash benchmarks/gpu_two.sh rest
+#   ... bash benchmarks/gpu_two.sh csrc-times, csrc-proof   the two halves of csrc, on a machine with one GPU
 #
 # csrc  first what a call costs the host, with nothing else running; then times on the first GPU (gqa, mla, kimi, fp8, one
 #       after the other), and on the second all of csrc that has no times: its tests, the option sweep, memcheck and racecheck
@@ -35,7 +37,7 @@ stage() { # name, GPU, command: until LIMIT, its end to the log
 }
 
 tests() { # name, workers, marks
-  stage "$1" 1 python3 benchmarks/gpu_tests.py --git-rev "$REV" --out "$parts/$1" --jobs "$2" --marks "$3" \
+  stage "$1" "$second" python3 benchmarks/gpu_tests.py --git-rev "$REV" --out "$parts/$1" --jobs "$2" --marks "$3" \
     --time-limit $((LIMIT - SECONDS - 30))
 }
 
@@ -46,21 +48,38 @@ sweep() { # backend, GPU, jobs
 sanitizer() { # tool, backend
   local macros=""
   [ "$1" != racecheck ] || macros=TREEATTN_LANES_ARRIVE=1 # benchmarks/sanitize.py says why
-  stage "$1-$2" 1 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 TREEATTN_CUDA_MACROS="$macros" \
+  stage "$1-$2" "$second" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 TREEATTN_CUDA_MACROS="$macros" \
     compute-sanitizer --tool "$1" --error-exitcode 9 python3 benchmarks/sanitize.py --backend "$2"
 }
 
+csrc_times() {
+  stage gqa 0 python3 -m treeattn bench gqa --out "$parts/gqa.json"
+  for name in mla kimi fp8; do stage "$name" 0 bash benchmarks/gpu.sh "$name"; done
+}
+
+csrc_proof() {
+  tests csrc "$1" csrc &
+  sweep cuda "$second" 3 &
+  sanitizer memcheck cuda &
+  sanitizer racecheck cuda &
+  wait
+}
+
+second=1
 case ${1:-} in
   csrc)
     stage step 0 python3 -m treeattn bench step --out "$parts/step.json"
-    (
-      stage gqa 0 python3 -m treeattn bench gqa --out "$parts/gqa.json"
-      for name in mla kimi fp8; do stage "$name" 0 bash benchmarks/gpu.sh "$name"; done
-    ) &
-    tests csrc 13 csrc &
-    sweep cuda 1 3 &
-    sanitizer memcheck cuda &
-    sanitizer racecheck cuda &
+    csrc_times &
+    csrc_proof 13 &
+    ;;
+  csrc-times)
+    stage step 0 python3 -m treeattn bench step --out "$parts/step.json"
+    csrc_times
+    stage further 0 bash benchmarks/gpu.sh further
+    ;;
+  csrc-proof)
+    second=0
+    csrc_proof 12
     ;;
   rest)
     (
@@ -73,7 +92,7 @@ case ${1:-} in
     sanitizer memcheck triton &
     ;;
   *)
-    echo "usage: gpu_two.sh csrc|rest" >&2
+    echo "usage: gpu_two.sh csrc|rest|csrc-times|csrc-proof" >&2
     exit 2
     ;;
 esac
