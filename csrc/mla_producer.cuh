@@ -19,6 +19,7 @@ template <int STAGES, u32 RINGS, u32 PARTS_, u32 PANELS_>
 struct MlaRing {
   static constexpr u32 PARTS = PARTS_, PANELS = PANELS_, PART_DIMS = PANELS * PANEL_COLUMNS;
   static constexpr u32 PART_BYTES = PANELS * MLA_PANEL_BYTES;
+  static constexpr u32 ON_THE_WAY = PARTS;  // parts at a time by tensor copies: of all rings 72 KB (FLIGHT_BYTES)
 
   const u32 stages, full;  // in shared memory
   const u32 dim;
@@ -30,6 +31,13 @@ struct MlaRing {
     return stages + place.stage() * PART_BYTES;
   }
   __device__ __forceinline__ u32 barrier() const { return full + 8 * place.stage(); }
+
+  // Wait until the part asked for ON_THE_WAY parts ago is there.
+  __device__ __forceinline__ void wait_full() const {
+    static_assert(ON_THE_WAY < STAGES, "its barrier is at this round or the one before");
+    const Place<STAGES> asked = place.before(ON_THE_WAY);
+    barrier_wait(full + 8 * asked.stage(), asked.phase());
+  }
 };
 
 // NUMBER: bytes of a cached one.
@@ -129,6 +137,7 @@ struct MlaProducer {
       const u32 position = at.full_key + (first + box) * rows, within = position - page_of(p, position) * p.page_size;
 #pragma unroll
       for (u32 part = 0; part < Ring::PARTS; ++part) {
+        if (first > 0) ring.wait_full();
         const u32 to = ring.wait(), barrier = ring.barrier();
         spoil(ring, to);
         if (lane == 0) {

@@ -60,8 +60,8 @@ struct Producer {
   // Wait until this half of the tile asked for ON_THE_WAY tiles ago is there.
   __device__ __forceinline__ void wait_full(u32 half) {
     static_assert(ON_THE_WAY >= 1 && ON_THE_WAY < STAGES, "its barrier is at this round or the one before");
-    const u32 stage = place.stage() < ON_THE_WAY ? place.stage() + STAGES - ON_THE_WAY : place.stage() - ON_THE_WAY;
-    barrier_wait(shared_address(&memory.full[stage][half]), place.phase() ^ (place.stage() < ON_THE_WAY));
+    const Place<STAGES> asked = place.before(ON_THE_WAY);
+    barrier_wait(shared_address(&memory.full[asked.stage()][half]), asked.phase());
   }
 
   // A checked build: a half tile that was given back too early shows as NaN. By warp number `index` of `warps`.

@@ -80,6 +80,10 @@ struct Place {
   __device__ __forceinline__ Place next() const {
     return {bits % ROUND == STAGES - 1 ? (bits ^ ROUND) - (STAGES - 1) : bits + 1};
   }
+  // So many stages ago, fewer than there are.
+  __device__ __forceinline__ Place before(u32 stages) const {
+    return {bits % ROUND < stages ? (bits ^ ROUND) + (STAGES - stages) : bits - stages};
+  }
   __device__ __forceinline__ void skip(u32 tiles) {
     const u32 end = stage() + tiles;
     bits = bits / ITEM * ITEM + end % STAGES + (phase() + end / STAGES) % 2 * ROUND;
