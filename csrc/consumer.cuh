@@ -313,6 +313,7 @@ struct Consumer {
   // Rows of a whole item to `out`, of a part to its partial slot. FP8: `worth` of V's numbers.
   __device__ __forceinline__ void store(float (&out)[HEAD_DIM / 2], const Cursor& at, float worth) {
     const i64 part_row = part_slot(at, p) * TILE_ROWS;
+    const u32 tag = memory.tag;
     const i32 upper = upper_row();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -334,9 +335,17 @@ struct Consumer {
         for (int j = 0; j < HEAD_DIM / 8; ++j)
           to[4 * j] = pack<Io>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
         if (p.lse != nullptr && lane % 4 == 0) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
+        continue;
+      }
+      // in the order of the fragments, 16 bytes a thread (the merge knows)
+      float* to = p.partial_out + (part_row + local) * HEAD_DIM + lane % 4 * 4;
+      if (p.split == 0) {
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; j += 2)
+          store_part(to + 8 * j, out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse,
+                     out[4 * j + 4 + 2 * half] * inverse, out[4 * j + 5 + 2 * half] * inverse, tag);
+        if (lane % 4 == 0) store_lse(p, part_row + local, lse, tag);
       } else {
-        // in the order of the fragments, 16 bytes a thread (the merge knows)
-        float* to = p.partial_out + (part_row + local) * HEAD_DIM + lane % 4 * 4;
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 8; j += 2)
           store_four(to + 8 * j, out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse,
@@ -498,7 +507,7 @@ struct Consumer {
       if (lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       place.next_item();
     }
-    constexpr int IN_FLIGHT = FP8 ? 18 : 22;  // a sixth of one item's parts; 22 spill where consumers have 152 registers
+    constexpr int IN_FLIGHT = FP8 ? 18 : HEAD_DIM == 64 ? 16 : 22;  // a sixth of one item's parts; else that many spill
     if (p.split == 0) Merge<Io, HEAD_DIM, CONSUMERS, Memory, 64, IN_FLIGHT>(p, memory).run();
   }
 };

@@ -490,7 +490,7 @@ struct Fp8Consumer {
   // --- rows out -------------------------------------------------------------------------------------------------------
 
   // A thread for each row: its lse, where it goes, and what it is multiplied by (in place of the sums of the first warp).
-  __device__ __forceinline__ void finish_rows(const Cursor& at, float v_factor) const {
+  __device__ __forceinline__ void finish_rows(const Cursor& at, float v_factor, u32 tag) const {
     const u32 thread = thread_in_group();
     if (thread < ROWS) {
       float total = 0.f;
@@ -510,7 +510,10 @@ struct Fp8Consumer {
         } else {
           const i64 part_row = part_slot(at, p) * ROWS + thread;
           to = reinterpret_cast<u64>(p.partial_out + part_row * HEAD_DIM);
-          p.partial_lse[part_row] = lse;
+          if (p.split == 0)
+            store_lse(p, part_row, lse, tag);
+          else
+            p.partial_lse[part_row] = lse;
         }
       }
       exchange.place[thread] = to;
@@ -525,34 +528,58 @@ struct Fp8Consumer {
     tell([&](int j, int odd) { return sum[2 * j + odd]; }, true);
     __syncwarp();
     sync();
-    finish_rows(at, v_factor);
+    const u32 tag = memory.tag;
+    finish_rows(at, v_factor, tag);
     const u32 pair = lane / 4;
     const bool whole = at.whole != 0;
-    u64 places[COLUMNS];  // on their way together
-    float factors[COLUMNS];
+    float factors[COLUMNS];  // on their way together, as places
 #pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) {
-      const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
-      places[i] = exchange.place[row];
-      factors[i] = exchange.of_warp[0][row];
-    }
+    for (int i = 0; i < COLUMNS; ++i) factors[i] = exchange.of_warp[0][i / 2 * 8 + lane % 4 * 2 + i % 2];
+    if (whole) {
+      u64 places[COLUMNS];
 #pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j)
+      for (int i = 0; i < COLUMNS; ++i) places[i] = exchange.place[i / 2 * 8 + lane % 4 * 2 + i % 2];
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const u64 to = places[2 * j + odd];
-        const float factor = factors[2 * j + odd];
-        if (to == 0) continue;
+      for (int j = 0; j < ROWS / 8; ++j)
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const u64 to = places[2 * j + odd];
+          const float factor = factors[2 * j + odd];
+          if (to == 0) continue;
+#pragma unroll
+          for (int slab = 0; slab < SLABS; ++slab)
+            reinterpret_cast<u32*>(to + 2 * ((warp * 2 + slab) * 16))[pair] =
+                pack<T>(out[slab][4 * j + odd] * factor, out[slab][4 * j + 2 + odd] * factor);
+        }
+    } else {
+      // In the order that consumer.cuh has, which the merge knows: of four numbers two are pair l / 4's, two those of the pair
+      // after the next three. The lower half of the lanes stores even rows, the upper half odd ones.
+      const bool upper = pair >= 4;
+      u64 places[ROWS / 8];
+#pragma unroll
+      for (int j = 0; j < ROWS / 8; ++j) places[j] = exchange.place[8 * j + lane % 4 * 2 + upper];
+#pragma unroll
+      for (int j = 0; j < ROWS / 8; ++j) {
+        const u64 to = places[j];
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {
-          const float one = out[slab][4 * j + odd] * factor, other = out[slab][4 * j + 2 + odd] * factor;
-          const u32 block = (warp * 2 + slab) * 16;
-          if (whole)
-            reinterpret_cast<u32*>(to + 2 * block)[pair] = pack<T>(one, other);
-          else  // in the order that consumer.cuh has, which the merge knows
-            store_two(reinterpret_cast<float*>(to) + block + pair % 4 * 4 + pair / 4 * 2, one, other);
+          const float* const from = out[slab] + 4 * j;
+          const float even[2] = {from[0] * factors[2 * j], from[2] * factors[2 * j]};
+          const float odd[2] = {from[1] * factors[2 * j + 1], from[3] * factors[2 * j + 1]};
+          float given[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) given[i] = __shfl_xor_sync(~0u, upper ? even[i] : odd[i], 16);
+          if (to == 0) continue;
+          float* const place = reinterpret_cast<float*>(to) + (warp * 2 + slab) * 16 + pair % 4 * 4;
+          const float first[2] = {upper ? given[0] : even[0], upper ? given[1] : even[1]};
+          const float last[2] = {upper ? odd[0] : given[0], upper ? odd[1] : given[1]};
+          if (p.split == 0)
+            store_part(place, first[0], first[1], last[0], last[1], tag);
+          else
+            store_four(place, first[0], first[1], last[0], last[1]);
         }
       }
+    }
     __syncwarp();
   }
 

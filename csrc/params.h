@@ -31,11 +31,11 @@ struct AttentionParams {
   const float* k_scales;  // of an FP8 cache, 1 or [kv_heads]; null: k_scale holds
   const float* v_scales;  // the same of V
   float* partial_out;   // [slots, tile rows, head_dim], two slots a program, or one for each split
-  float* partial_lse;   // [slots, tile rows], base 2
+  float* partial_lse;   // [slots, tile rows], base 2; but for splits and MLA with tags, [slots, tile rows, 2]: see merge.cuh
   const i32* work;      // [num_programs, 16], the plan: see treeattn/kernels/plan.py
   const i32* turns;     // [batch, 8], requests in the order in which blocks come to them
   const i32* spans;     // [batch, 8]
-  u32* arrivals;        // [num_programs, 4], 0 between launches: see merge.cuh
+  u32* arrivals;        // [num_programs, 4], the fourth counts launches, the others are 0 between them: see merge.cuh
   const i32* row_request; // [total_q], request of each row, -1 behind the last
   const i32* qo_indptr; // [batch + 1]
   const u32* mask_words; // [total_q, num_words], bit j % 32 of word j / 32: the row sees node j

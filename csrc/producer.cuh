@@ -312,6 +312,17 @@ struct Producer {
   __device__ __forceinline__ void find_item() {
     if (lane == 0) cursor_find<KEYS>(memory.walk, p);
     __syncwarp();
+    if (memory.walk.tiles == 0) come();
+  }
+
+  // Behind the last item: tell the other blocks of those that are cut that this one is there (merge.cuh).
+  __device__ __forceinline__ void come() {
+    if (lane < memory.num_parts) {
+      const u32 before = add_relaxed(arrival_word(p, memory.parts[lane]), 1);
+      if (seldom(before >= BEHIND)) fence_gpu();
+      memory.before[lane] = before;
+    }
+    __syncwarp();
   }
 
   __device__ __forceinline__ void pass_item() {
@@ -370,8 +381,15 @@ struct Producer {
     find_thread();
     wait_prerequisites();
     launch_dependents();  // not before: they read the plan ahead of their own wait
+    u32* const launches = p.arrivals + blockIdx.x * ARRIVAL_FIELDS + ARRIVAL_LAUNCHES;
+    const u32 before = *launches;  // on its way with the plan's record
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
-    if (lane == 0) memory.passed = memory.num_parts = 0;
+    __syncwarp();
+    if (lane == 0) {
+      memory.passed = memory.num_parts = 0;
+      memory.tag = 2 * before + 1;
+      *launches = before + 1;
+    }
     __syncwarp();
   }
 

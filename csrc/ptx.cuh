@@ -191,8 +191,22 @@ __device__ __forceinline__ void store_four(float* to, float a, float b, float c,
                : "memory");
 }
 
-__device__ __forceinline__ void store_two(float* to, float a, float b) {
-  asm volatile("st.global.L2::cache_hint.v2.f32 [%0], {%1, %2}, %3;" ::"l"(to), "f"(a), "f"(b), "l"(EVICT_LAST) : "memory");
+// The same of 16 bytes whose numbers, and then a word that is not there before, other blocks see all at once or not at all: no
+// fence is needed.
+__device__ __forceinline__ void store_at_once(void* to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "{\n\t.reg .b64 low, high;\n\t.reg .b128 all;\n\tmov.b64 low, {%1, %2};\n\tmov.b64 high, {%3, %4};\n\t"
+      "mov.b128 all, {low, high};\n\tst.relaxed.gpu.global.L2::cache_hint.b128 [%0], all, %5;\n\t}" ::"l"(to),
+      "r"(a), "r"(b), "r"(c), "r"(d), "l"(EVICT_LAST)
+      : "memory");
+}
+
+// Of 8 bytes.
+__device__ __forceinline__ void store_at_once(void* to, u32 a, u32 b) {
+  asm volatile(
+      "{\n\t.reg .b64 all;\n\tmov.b64 all, {%1, %2};\n\tst.relaxed.gpu.global.L2::cache_hint.b64 [%0], all, %3;\n\t}" ::"l"(to),
+      "r"(a), "r"(b), "l"(EVICT_LAST)
+      : "memory");
 }
 
 // None of this thread's copies is on its way.
@@ -288,33 +302,29 @@ __device__ __forceinline__ void store_relaxed(u32* word, u32 number) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(number) : "memory");
 }
 
-// What other blocks have written, if it is there: not from L1.
-__device__ __forceinline__ void load_four(float (&to)[4], const float* from, bool there) {
+// What other blocks have stored at once, where `wanted`. (A branch, which becomes a predicate: numbers that the asm took and
+// gave back would be copied to four registers in a row and from there.)
+__device__ __forceinline__ void load_at_once(u32 (&to)[4], const void* from, bool wanted) {
+  if (!wanted) return;
   asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
-      "@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n\t}"
-      : "+f"(to[0]), "+f"(to[1]), "+f"(to[2]), "+f"(to[3])
-      : "l"(from), "r"(static_cast<int>(there))
+      "{\n\t.reg .b64 low, high;\n\t.reg .b128 all;\n\tld.relaxed.gpu.global.b128 all, [%4];\n\t"
+      "mov.b128 {low, high}, all;\n\tmov.b64 {%0, %1}, low;\n\tmov.b64 {%2, %3}, high;\n\t}"
+      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+      : "l"(from)
       : "memory");
 }
 
-// The same of one number, else another.
-__device__ __forceinline__ float load_one(const float* from, bool there, float other) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
-      "@p ld.global.cg.f32 %0, [%1];\n\t}"
-      : "+f"(other)
-      : "l"(from), "r"(static_cast<int>(there))
-      : "memory");
-  return other;
+__device__ __forceinline__ void load_at_once(u32 (&to)[2], const void* from, bool wanted) {
+  if (!wanted) return;
+  asm volatile("{\n\t.reg .b64 all;\n\tld.relaxed.gpu.global.b64 all, [%2];\n\tmov.b64 {%0, %1}, all;\n\t}"
+               : "=r"(to[0]), "=r"(to[1])
+               : "l"(from)
+               : "memory");
 }
 
-// Time since some beginning.
-__device__ __forceinline__ u64 nanoseconds() {
-  u64 now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  return now;
-}
+// Whether to look again for what another block is to write, which takes half a microsecond at least: blocks that all run end
+// within fewer looks, but for the longest calls.
+__device__ __forceinline__ bool patient(u32 looks) { return looks < 4096; }
 
 // --- numbers --------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,9 @@ namespace treeattn {
 
 constexpr i32 EDGE_KEYS = 32;  // of an edge unit: one mask word a row
 constexpr i32 WORK_FIELDS = 16, TURN_FIELDS = 8, SPAN_FIELDS = 8, SPAN_NODES = 3;
+// Of a block: the word of the item that it begins, its flags (merge.cuh), and the launches with these buffers so far.
+constexpr u32 ARRIVAL_FIELDS = 4, ARRIVAL_LAUNCHES = 3;
+constexpr u32 BEHIND = 1 << 16;  // in a word: one block that has left its share behind, above those that have come
 constexpr i32 PART_PREFIX = 1;
 
 __device__ __forceinline__ i32 least(i32 a, i32 b) { return a < b ? a : b; }
@@ -110,6 +113,10 @@ __device__ __forceinline__ Part part_of(const Cursor& at) {
   const i32 in_front = at.unit > 0 ? 0 : at.share - at.left;  // units of this block before the item
   const i32 before = ceil_div(at.unit, at.share), behind = (in_front + at.units - 1 - at.unit) / at.share;
   return {at.number - before, before + behind + 1, before, at.first_row, at.kv_head, at.row0, at.row_end - at.row0};
+}
+
+__device__ __forceinline__ u32* arrival_word(const AttentionParams& p, const Part& part) {
+  return p.arrivals + part.first_block * ARRIVAL_FIELDS;
 }
 
 // Past the part at the cursor: splits, row tiles of a KV head, KV heads, requests.

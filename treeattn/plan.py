@@ -39,17 +39,18 @@ class PlanBuffers:
 
     @staticmethod
     def shapes(
-        batch: int, num_programs: int, block_m: int, head_dim: int, slots: int | None = None
+        batch: int, num_programs: int, block_m: int, head_dim: int, slots: int | None = None, tagged: bool = False
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor: the formula behind ``StaticBuffers.nbytes``; two partials a program."""
         slots = 2 * num_programs if slots is None else slots
+        lse = (slots, block_m, 2) if tagged else (slots, block_m)
         return {
             "work": ((num_programs, 16), torch.int32),
             "turns": ((max(batch, 1), 8), torch.int32),
             "spans": ((max(batch, 1), 8), torch.int32),
             "arrivals": ((num_programs, 4), torch.int32),
             "partial_out": ((slots, block_m, head_dim), torch.float32),
-            "partial_lse": ((slots, block_m), torch.float32),
+            "partial_lse": (lse, torch.float32),
         }
 
     @classmethod
@@ -61,10 +62,16 @@ class PlanBuffers:
         head_dim: int,
         device: torch.device,
         slots: int | None = None,
+        tagged: bool = False,
     ) -> PlanBuffers:
-        """Uninitialised memory; the first launch of the plan fills it."""
-        shapes = cls.shapes(batch, num_programs, config.block_m, head_dim, slots)
-        return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()})
+        """Uninitialised memory, which the first launch of the plan fills; zeros where parts are `tagged`.
+
+        A kernel that merges parts in its own launch knows them by the number of the launch, which it counts here
+        (``csrc/merge.cuh``): none of another that had this memory before may be left in it.
+        """
+        shapes = cls.shapes(batch, num_programs, config.block_m, head_dim, slots, tagged)
+        make = torch.zeros if tagged else torch.empty
+        return cls(**{name: make(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()})
 
 
 @dataclass(eq=False)
@@ -319,6 +326,11 @@ def prepare_step(
     return step
 
 
+def merges_itself(backend: str, geometry: Geometry) -> bool:
+    """Whether the attention kernel merges the parts of an item in its own launch."""
+    return backend == "cuda" and not (geometry.batch_invariant or geometry.shared_kv)
+
+
 def planned_for(
     backend: str, layout: TreeLayout, kv: PagedKV, geometry: Geometry, config: KernelConfig | None = None
 ) -> dict[str, Any]:
@@ -330,7 +342,9 @@ def planned_for(
         tokens = kv.table.shape[-1] * kv.page_size
         every = tokens if kv.kv_indptr is not None else layout.batch * tokens
         slots = invariant_slots(geometry, config, layout.batch, layout.max_q_len, every)
-    buffers = PlanBuffers.allocate(layout.batch, programs, config, geometry.head_dim_v, layout.device, slots)
+    buffers = PlanBuffers.allocate(
+        layout.batch, programs, config, geometry.head_dim_v, layout.device, slots, merges_itself(backend, geometry)
+    )
     return {"config": config, "num_programs": programs, "buffers": buffers}
 
 

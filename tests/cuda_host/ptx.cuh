@@ -179,6 +179,7 @@ inline Outcome run_block(int threads) {
       }
     }
     if (all) return DONE;
+    if (machine->waits) progress = before;  // a look at what another block writes is none, though lanes meet for it
     idle_rounds = progress == before ? idle_rounds + 1 : 0;
     if (machine->waits && idle_rounds >= 8) return WAITS;
     if (idle_rounds == MOST_IDLE_ROUNDS) {
@@ -258,6 +259,13 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
   return bits;
 }
+inline bool __all_sync(unsigned, bool value) { return !__any_sync(~0u, !value); }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  const treeattn::u64* all = treeattn::warp_meets(value, 10);
+  unsigned sum = 0;
+  for (int i = 0; i < 32; ++i) sum += static_cast<unsigned>(all[i]);
+  return sum;
+}
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   const treeattn::u64* all = treeattn::warp_meets(value, 9);
   unsigned most = 0;
@@ -269,6 +277,16 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   unsigned made = 0;
   for (int i = 0; i < 4; ++i) made |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
   return made;
+}
+inline float __uint_as_float(unsigned bits) {
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
+}
+inline unsigned __float_as_uint(float number) {
+  unsigned bits;
+  std::memcpy(&bits, &number, 4);
+  return bits;
 }
 inline float __int_as_float(int bits) {
   float number;
@@ -473,9 +491,13 @@ inline void store_columns(u32 row, const u32 (&parts)[COUNT]) {
 }
 inline void store_blocks_across(u32 row, u32 a, u32 b, u32 c, u32 d) { store_columns<4>(row, {a, b, c, d}); }
 inline void store_blocks_across(u32 row, u32 a, u32 b) { store_columns<2>(row, {a, b}); }
-inline void store_two(float* to, float a, float b) {
-  to[0] = a;
-  to[1] = b;
+inline void store_at_once(void* to, u32 a, u32 b, u32 c, u32 d) {
+  const u32 all[4] = {a, b, c, d};
+  std::memcpy(to, all, 16);
+}
+inline void store_at_once(void* to, u32 a, u32 b) {
+  const u32 all[2] = {a, b};
+  std::memcpy(to, all, 8);
 }
 inline void store_four(float* to, float a, float b, float c, float d) {
   to[0] = a;
@@ -501,20 +523,22 @@ inline u32 add_release(u32* word, u32 number) {
 inline u32 add_relaxed(u32* word, u32 number) { return add_release(word, number); }
 inline void add_only(u32* word, u32 number) { add_release(word, number); }
 inline void fence_gpu() {}
-// Somebody waits for what another block writes, mostly.
 inline u32 load_acquire(const u32* word) {
   machine->waits = true;
   yield();
   return *word;
 }
 inline void store_relaxed(u32* word, u32 number) { *word = number; }
-inline void load_four(float (&to)[4], const float* from, bool there) {
-  if (there) std::memcpy(to, from, 16);
+// Somebody waits for what another block writes, mostly.
+template <int COUNT>
+void load_at_once(u32 (&to)[COUNT], const void* from, bool wanted) {
+  if (!wanted) return;
+  machine->waits = true;
+  yield();
+  std::memcpy(to, from, 4 * COUNT);
 }
-inline float load_one(const float* from, bool there, float other) { return there ? *from : other; }
-// Now and then, much time has passed.
-inline u64 now;
-inline u64 nanoseconds() { return now += schedule_seed != 0 && draw() % 64 == 0 ? 10000000 : 1; }
+// Now and then a warp has no patience left.
+inline bool patient(u32) { return uniform(schedule_seed == 0 || draw() % 64 != 0); }
 
 inline float infinity() { return INFINITY; }
 inline float exp2_approx(float x) { return std::exp2(x); }

@@ -45,7 +45,7 @@ from treeattn.geometry import Geometry
 from treeattn.kernels import launch as launching
 from treeattn.kernels.plan import WORK_LANE, WORK_LEFT, WORK_ROW_TILES
 from treeattn.kv import cache_strides
-from treeattn.plan import Step
+from treeattn.plan import Step, merges_itself
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, judge, random_case
 from treeattn.testing.run import StaticRun, asked_of, call_of, group_of, previous_of
 
@@ -148,7 +148,7 @@ def host_launch(library: Any) -> type[launching.LayerLaunch]:
             self.attention: Any = HostAttention(
                 library, step, q, k_tree, v_tree, out, lse, scoring, rest["cache_strides"], rest["zero_tail"]
             )
-            if not (step.batch_invariant or step.shared_kv):
+            if merges_itself("cuda", step):
                 self.finish.first = lambda *leading: None  # the attention kernel merges
 
     return HostLayerLaunch
@@ -162,6 +162,8 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treeattn.cuda.launch.encode_tensor_map", host_map)
     planning = sys.modules["treeattn.plan"]
     monkeypatch.setattr(planning, "group_config", lambda arch, geometry, width: cuda_config(geometry, width))
+    monkeypatch.setattr(planning, "merges_itself", lambda backend, geometry: merges_itself("cuda", geometry))
+    monkeypatch.setattr("treeattn.buffers.merges_itself", lambda backend, geometry: merges_itself("cuda", geometry))
 
 
 @pytest.fixture
@@ -411,6 +413,31 @@ def test_options(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None
     path = ("plain", "static")[(list(OPTIONS).index(name) + list(OPTION_SHAPES).index(shape)) % 2]
     verdict = check_case(case, "triton", path)
     assert verdict.ok, f"{verdict.message}\n{case.describe()}"
+
+
+@CANARY_ONLY
+@pytest.mark.parametrize("shape", ["c1", "c2", "c3", "d256"])
+@pytest.mark.usefixtures("on_host")
+def test_parts_of_other_launches_are_not_taken(shape: str) -> None:
+    """A call that finds what earlier ones have left, planned anew or not, is bit for bit the first of its step."""
+    case = shaped(**OPTION_SHAPES[shape])
+
+    def planned() -> Step:
+        return treeattn.plan(case.layout(), case.kv(), **group_of(case), backend="triton")
+
+    def called(step: Step, turn: int) -> torch.Tensor:
+        q = case.q.roll(turn, -1)
+        return treeattn.tree_attention(q, case.k_cache, case.v_cache, step, **call_of(case)).clone()
+
+    step = planned()
+    assert step.buffers is not None
+    for turn in range(4):
+        if turn == 2:
+            launching.launch_plan(step)
+        assert torch.equal(called(step, turn), called(planned(), turn))
+        words, launches = step.buffers.arrivals[:, :-1], step.buffers.arrivals[:, -1]
+        assert not words.any()
+        assert (launches == turn + 1).all()
 
 
 @CANARY_ONLY

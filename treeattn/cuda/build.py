@@ -55,7 +55,7 @@ class Compiler(NamedTuple):
 def _handed_bytes(stages: int) -> int:
     """What ``Shared::Layout`` (csrc/ring.cuh) has behind Q: barriers, items, and parts of items that are cut."""
     barriers = 4 * stages + 2 + 4 * ITEMS
-    return -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 2 * 4
+    return -(-8 * barriers // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 2 * PART_BYTES + 5 * 4
 
 
 def _atoms(count: int) -> int:

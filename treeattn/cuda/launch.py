@@ -30,7 +30,7 @@ from ..driver import (
     make_current,
 )
 from ..kernels.launch import LOG2_E, PARTS, Launch, LayerLaunch, finish_leading, is_ranged, split_of, window_of
-from ..plan import Step
+from ..plan import Step, merges_itself
 from ..scoring import Scale, Scoring, scale_kind
 from .binary import Binary, asked_macros, load_first
 from .build import kernels_in
@@ -409,7 +409,7 @@ class CudaLayerLaunch:
     ) -> None:
         self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, scoring, cache_strides, zero_tail)
         self.finish: Launch | None = None
-        if step.batch_invariant or step.shared_kv:
+        if not merges_itself("cuda", step):
             self.finish = LayerLaunch(
                 step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail
             ).finish

@@ -45,7 +45,7 @@ Outputs (int32):
     claims. The place of its first item, how far it is from there to the next row tile and to the next KV head, and the
     share.
 ``arrivals [num_programs, 4]``
-    0: words by which blocks of csrc's kernel find out who is last.
+    0: words by which blocks of csrc's kernel find out who is last. But for the fourth, which counts launches and stays.
 """
 
 import triton
@@ -73,6 +73,7 @@ WORK_FULL = tl.constexpr(13)
 WORK_NUMBER = tl.constexpr(14)  # of the program that a block runs; in batch-invariant mode its place
 WORK_SHARE = tl.constexpr(15)  # of every program, in tiles
 ARRIVAL_FIELDS = tl.constexpr(4)
+ARRIVAL_LAUNCHES = tl.constexpr(3)
 TURN_FIELDS = tl.constexpr(8)
 TURN_REQUEST = tl.constexpr(0)
 TURN_NODES = tl.constexpr(1)
@@ -362,8 +363,9 @@ def plan_kernel(
     number = my_first + lane * my_programs + nth
     tl.store(row + WORK_NUMBER, p * share if SPLIT > 0 else number, mask=live)
     tl.store(row + WORK_SHARE, p * 0 + share, mask=live)
-    words = p[:, None] * ARRIVAL_FIELDS + tl.arange(0, ARRIVAL_FIELDS)[None, :]
-    tl.store(arrivals_ptr + words, words * 0, mask=live[:, None])
+    field = tl.arange(0, ARRIVAL_FIELDS)[None, :]
+    words = p[:, None] * ARRIVAL_FIELDS + field
+    tl.store(arrivals_ptr + words, words * 0, mask=live[:, None] & (field != ARRIVAL_LAUNCHES))
 
     if tl.program_id(0) == 0:
         span = spans_ptr + b * SPAN_FIELDS
