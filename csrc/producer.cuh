@@ -68,6 +68,7 @@ struct Producer {
   template <u32 WARPS>
   __device__ __forceinline__ void spoil(u32 to, u32 index) {
 #if TREEATTN_CANARY
+    find_thread();
     for (u32 at = (index * 32 + lane) * 16; at < Memories::HALF_BYTES; at += WARPS * 32 * 16)
       store_shared_16(to + at, ~0u, ~0u, ~0u, ~0u);
     if constexpr (WARPS > 1) threads_sync<32 * WARPS>(WARPS);  // the consumers' barriers are 5 and on

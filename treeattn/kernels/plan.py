@@ -363,9 +363,8 @@ def plan_kernel(
     number = my_first + lane * my_programs + nth
     tl.store(row + WORK_NUMBER, p * share if SPLIT > 0 else number, mask=live)
     tl.store(row + WORK_SHARE, p * 0 + share, mask=live)
-    field = tl.arange(0, ARRIVAL_FIELDS)[None, :]
-    words = p[:, None] * ARRIVAL_FIELDS + field
-    tl.store(arrivals_ptr + words, words * 0, mask=live[:, None] & (field != ARRIVAL_LAUNCHES))
+    for field in tl.static_range(ARRIVAL_LAUNCHES):
+        tl.store(arrivals_ptr + p * ARRIVAL_FIELDS + field, p * 0, mask=live)
 
     if tl.program_id(0) == 0:
         span = spans_ptr + b * SPAN_FIELDS
