@@ -271,7 +271,7 @@ struct Fp8WideProducer : Producer<T, HEAD_DIM, CONSUMERS, KEYS, STAGES, Q_STEPS,
       if (warp != 0 && lane == 0) barrier_arrive(shared_address(&memory.item_empty[place.item_slot()]));
       place.next_item();
     }
-    if (warp == 3) this->zero_padding();
+    if (warp == 3) zero_padding<HEAD_DIM>(p, 32 * blockIdx.x, 32 * blocks_of_grid());
     copy_async_wait_all();  // no thread ends with copies on their way
   }
 };

@@ -60,10 +60,10 @@ __device__ __forceinline__ void numbers_of(float (&numbers)[4], const u32 (&part
   numbers[3] = __uint_as_float(part[2] & KEPT);
 }
 
-// IN_FLIGHT: loads of four numbers of a thread, of a row of many parts; 8 items on 132 blocks have 17 parts.
-template <class T, int HEAD_DIM, int CONSUMERS, class Memory, int CONSUMER_ROWS = 64, int IN_FLIGHT = 18>
-struct Merge {
-  static constexpr int THREADS = 128 * CONSUMERS, TILE_ROWS = CONSUMER_ROWS * CONSUMERS;
+// Rows of cut items, made by the threads of a block. IN_FLIGHT: loads of four numbers of a thread, of a row of many parts; 8
+// items on 132 blocks have 17 parts.
+template <class T, int HEAD_DIM, int THREADS, int TILE_ROWS, int IN_FLIGHT = 18>
+struct PartRows {
   static constexpr int ROW_LANES = HEAD_DIM / 4;  // threads that read a row, four numbers each
   static constexpr int READERS = THREADS / ROW_LANES;
 
@@ -73,33 +73,14 @@ struct Merge {
   };
 
   const AttentionParams& p;
-  Memory& memory;
   const u32 tag;
   u32 looks = 0;  // of this warp, in vain
 
-  __device__ __forceinline__ Merge(const AttentionParams& params, Memory& shared) : p(params), memory(shared), tag(shared.tag) {}
+  __device__ __forceinline__ PartRows(const AttentionParams& params, u32 of_launch) : p(params), tag(of_launch) {}
 
   static __device__ __forceinline__ i32 thread() { return thread_in_block(); }
   static __device__ __forceinline__ i32 reader() { return thread() / ROW_LANES; }
   static __device__ __forceinline__ i32 column() { return thread() % ROW_LANES; }
-
-  static __device__ __forceinline__ void sync() {
-    __syncwarp();
-    threads_sync<THREADS>(MERGE_BARRIER);
-  }
-
-  // The same, and whether the condition holds for one thread. What the first thread finds out about other blocks goes to
-  // the others through the barrier, not through shared memory: for a word that it left there before a barrier of 384
-  // threads, racecheck reported the first thread behind 256 that read it behind the barrier.
-  static __device__ __forceinline__ bool any(bool condition) {
-    __syncwarp();
-    return uniform(threads_any<THREADS>(MERGE_BARRIER, condition));
-  }
-
-  // Set where a block has left its share of an item behind, of the item that it ends or of the one that it begins.
-  __device__ __forceinline__ u32* left_behind(const Part& part, i32 block) const {
-    return p.arrivals + block * ARRIVAL_FIELDS + (block == part.first_block ? 1 : 2);
-  }
 
   // Add up parts `begin` to `end` of every READERS-th of the rows from `row` to `row_end`, ROWS of them, PARTS at a time, or all
   // at ONCE; by whole warps. Whether all were there.
@@ -228,14 +209,49 @@ struct Merge {
     }
     return true;
   }
+};
+
+// What a block does behind its last item. IN_FLIGHT as above.
+template <class T, int HEAD_DIM, int CONSUMERS, class Memory, int CONSUMER_ROWS = 64, int IN_FLIGHT = 18>
+struct Merge : PartRows<T, HEAD_DIM, 128 * CONSUMERS, CONSUMER_ROWS * CONSUMERS, IN_FLIGHT> {
+  static constexpr int THREADS = 128 * CONSUMERS;
+  using Rows = PartRows<T, HEAD_DIM, THREADS, CONSUMER_ROWS * CONSUMERS, IN_FLIGHT>;
+  using Row = typename Rows::Row;
+  using Rows::p;
+  using Rows::READERS;
+  using Rows::reader;
+  using Rows::ROW_LANES;
+  using Rows::thread;
+
+  Memory& memory;
+
+  __device__ __forceinline__ Merge(const AttentionParams& params, Memory& shared) : Rows(params, shared.tag), memory(shared) {}
+
+  static __device__ __forceinline__ void sync() {
+    __syncwarp();
+    threads_sync<THREADS>(MERGE_BARRIER);
+  }
+
+  // The same, and whether the condition holds for one thread. What the first thread finds out about other blocks goes to
+  // the others through the barrier, not through shared memory: for a word that it left there before a barrier of 384
+  // threads, racecheck reported the first thread behind 256 that read it behind the barrier.
+  static __device__ __forceinline__ bool any(bool condition) {
+    __syncwarp();
+    return uniform(threads_any<THREADS>(MERGE_BARRIER, condition));
+  }
+
+  // Set where a block has left its share of an item behind, of the item that it ends or of the one that it begins.
+  __device__ __forceinline__ u32* left_behind(const Part& part, i32 block) const {
+    return p.arrivals + block * ARRIVAL_FIELDS + (block == part.first_block ? 1 : 2);
+  }
 
   // The rows of the share of block number `index` of an item. Whether this warp has found all parts; where it has not, what it
   // has written is for another to write again.
   __device__ __forceinline__ bool share(const Part& part, i32 index, bool limit) {
     const i32 begin = part.rows * index / part.blocks, end = part.rows * (index + 1) / part.blocks, rows = end - begin;
     if (rows == 0) return true;
-    if (part.blocks <= 2) return few_parts<6, 2>(part, begin, end, limit);
-    if (part.blocks <= 8 && rows > READERS) return few_parts<2, 8>(part, begin, end, limit);
+    if (part.blocks <= 2) return this->template few_parts<6, 2>(part, begin, end, limit);
+    if (part.blocks <= 8 && rows > READERS) return this->template few_parts<2, 8>(part, begin, end, limit);
     // few rows of many parts: several readers a row, which meet in shared memory
     const i32 ways = most(least(READERS / rows, ceil_div(part.blocks, IN_FLIGHT)), 1);
     const i32 way = reader() % ways;
@@ -246,8 +262,8 @@ struct Merge {
       const i32 row = first + reader() / ways;
       const bool mine = reader() / ways < READERS / ways && row < end;
       Row made[1];
-      found = gather<1, IN_FLIGHT, false>(made, part, row, mine ? end : row, part.blocks * way / ways,
-                                   part.blocks * (way + 1) / ways, limit) && found;
+      found = this->template gather<1, IN_FLIGHT, false>(made, part, row, mine ? end : row, part.blocks * way / ways,
+                                                   part.blocks * (way + 1) / ways, limit) && found;
       if (ways > 1) {
         Row* meeting = reinterpret_cast<Row*>(memory.stages);
         meeting[thread()] = made[0];
@@ -269,7 +285,7 @@ struct Merge {
         }
         sync();
       }
-      if (mine && way == 0) write(made[0], part, row);
+      if (mine && way == 0) this->write(made[0], part, row);
     }
     return found;
   }

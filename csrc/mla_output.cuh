@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "merge.cuh"
 #include "mla_ring.cuh"
 
 namespace treeattn {
@@ -66,8 +67,16 @@ struct MlaOutput {
         for (int j = 0; j < COUNT / 4; ++j)
           to[4 * j] = pack<T>(sums[4 * j + 2 * half] * inverse[half], sums[4 * j + 2 * half + 1] * inverse[half]);
       } else {
-        // in the order of the fragments, 16 bytes a thread (the merge knows: treeattn/kernels/finish.py)
+        // in the order of the fragments, 16 bytes a thread (the merges know: mla_merge.cuh, treeattn/kernels/finish.py)
         float* to = p.partial_out + (part_row + local(half)) * LATENT_DIMS + dim + lane % 4 * 4;
+        if (p.split == 0) {
+          const u32 tag = memory.tag;
+#pragma unroll
+          for (int j = 0; j < COUNT / 4; j += 2)
+            store_part(to + 8 * j, sums[4 * j + 2 * half] * inverse[half], sums[4 * j + 2 * half + 1] * inverse[half],
+                       sums[4 * j + 4 + 2 * half] * inverse[half], sums[4 * j + 5 + 2 * half] * inverse[half], tag);
+          continue;
+        }
 #pragma unroll
         for (int j = 0; j < COUNT / 4; j += 2)
           store_four(to + 8 * j, sums[4 * j + 2 * half] * inverse[half], sums[4 * j + 2 * half + 1] * inverse[half],

@@ -218,9 +218,11 @@ struct MlaProducer {
   __device__ __forceinline__ void begin() {
     find_lane();
     wait_prerequisites();
-    launch_dependents();  // not before: they read the plan ahead of their own wait
+    const u32 launches = load_relaxed(p.arrivals + ARRIVAL_LAUNCHES);
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
+    if (lane == 0) memory.tag = tag_of(launches);
     __syncwarp();
+    launch_dependents();  // not before: they read the plan ahead of their own wait, and count this launch
     find();
   }
 

@@ -43,6 +43,7 @@ struct MlaShared {
     u64 weights_full[2], weights_empty[2];
     u64 item_full[ITEMS], item_empty[ITEMS];
     Cursor walk, items[ITEMS];
+    u32 tag;  // of what this launch leaves of cut items
   };
   static constexpr u32 BARRIERS = 4 * LATENTS + 2 * ROPES + 4 + 2 * ITEMS;
 

@@ -251,7 +251,10 @@ struct MlaScores {
           if (p.sinks != nullptr) add_sink(p, inverse, lse, head);
           if (p.lse != nullptr) p.lse[node * p.stride_lse_row + head * p.stride_lse_head] = lse * LN2;
         } else {
-          p.partial_lse[part_row + local(half)] = lse;
+          if (p.split == 0)
+            store_lse(p, part_row + local(half), lse, memory.tag);
+          else
+            p.partial_lse[part_row + local(half)] = lse;
         }
         memory.inverse[turn % 2][local(half)] = inverse * worth;
       }

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "keys.cuh"
+#include "padding.cuh"
 #include "ring.cuh"
 
 namespace treeattn {
@@ -339,38 +340,6 @@ struct Producer {
     if (memory.walk.tiles != 0) find_boxes(memory.walk, 0);
   }
 
-  // Padding rows of out become 0, their lse -inf: 32 rows of each block, and so on.
-  __device__ __forceinline__ void zero_padding() {
-#pragma unroll 1
-    for (u32 begin = blockIdx.x * 32; begin < static_cast<u32>(p.total_q); begin += blocks_of_grid() * 32) {
-      find_thread();
-      u32 left = __ballot_sync(~0u, is_padding(begin + lane));
-#pragma unroll 1
-      for (; left != 0; left &= left - 1) zero_row(begin + __ffs(left) - 1);
-    }
-  }
-
-  __device__ __forceinline__ bool is_padding(u32 row) const {
-    if (row >= static_cast<u32>(p.total_q)) return false;
-    const i32 request = __ldg(p.row_request + row);
-    if (request < 0) return p.zero_tail != 0;
-    return static_cast<i32>(row) - __ldg(p.qo_indptr + request) >= p.spans[request * SPAN_FIELDS + SPAN_NODES];
-  }
-
-  __device__ __forceinline__ void zero_row(i64 row) {
-    find_thread();
-    u64 out = reinterpret_cast<u64>(p.out) + 2 * row * p.stride_out_row + 4 * lane;
-    u64 lse = reinterpret_cast<u64>(p.lse) + 4 * row * p.stride_lse_row;
-#pragma unroll 1
-    for (i32 head = p.group * p.kv_heads; head > 0; --head) {
-#pragma unroll
-      for (u32 pair = 0; pair < HEAD_DIM / 2; pair += 32) reinterpret_cast<u32*>(out)[pair] = 0;
-      if (p.lse != nullptr && lane == 0) *reinterpret_cast<float*>(lse) = -infinity();
-      out += 2 * p.stride_out_head;
-      lse += 4 * p.stride_lse_head;
-    }
-  }
-
   // The first warp's, before the block's barriers are there.
   __device__ __forceinline__ void begin() {
     begin_walk();
@@ -382,12 +351,12 @@ struct Producer {
     wait_prerequisites();
     launch_dependents();  // not before: they read the plan ahead of their own wait
     u32* const launches = p.arrivals + blockIdx.x * ARRIVAL_FIELDS + ARRIVAL_LAUNCHES;
-    const u32 before = *launches;  // on its way with the plan's record
+    const u32 before = load_relaxed(launches);  // on its way with the plan's record
     if (lane < PLANNED_FIELDS) reinterpret_cast<i32*>(&memory.walk)[lane] = planned(p, blockIdx.x, lane);
     __syncwarp();
     if (lane == 0) {
       memory.passed = memory.num_parts = 0;
-      memory.tag = 2 * before + 1;
+      memory.tag = tag_of(before);
       *launches = before + 1;
     }
     __syncwarp();
@@ -401,7 +370,7 @@ struct Producer {
       else
         barrier_wait(shared_address(&memory.item_full[place.item_slot()]), place.item_phase());
       const Cursor& at = memory.items[place.item_slot()];
-      if (seldom(warp == 3 && place.item() == 0)) zero_padding();
+      if (seldom(warp == 3 && place.item() == 0)) zero_padding<HEAD_DIM>(p, 32 * blockIdx.x, 32 * blocks_of_grid());
       if (at.tiles == 0) break;
       item(at);
       find_thread();

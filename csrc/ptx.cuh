@@ -298,6 +298,20 @@ __device__ __forceinline__ u32 load_acquire(const u32* word) {
   return number;
 }
 
+// Not from L1, which may have what was there before.
+__device__ __forceinline__ u32 load_relaxed(const u32* word) {
+  u32 number;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(word) : "memory");
+  return number;
+}
+
+// Add one to a word that is 0 behind `last`. Returns the word as it was.
+__device__ __forceinline__ u32 count_relaxed(u32* word, u32 last) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(last) : "memory");
+  return before;
+}
+
 __device__ __forceinline__ void store_relaxed(u32* word, u32 number) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(number) : "memory");
 }

@@ -50,7 +50,7 @@ struct Shared {
     Part parts[2];    // of items that are cut, where the block begins and where it ends
     u32 num_parts;
     u32 before[2];    // their words, as this block found them
-    u32 tag;          // of what this launch leaves of them: odd, and another for each launch
+    u32 tag;          // of what this launch leaves of them
   };
   static constexpr u32 BARRIERS = 4 * STAGES + 2 + 4 * ITEMS;
 

@@ -15,8 +15,13 @@ namespace treeattn {
 
 constexpr i32 EDGE_KEYS = 32;  // of an edge unit: one mask word a row
 constexpr i32 WORK_FIELDS = 16, TURN_FIELDS = 8, SPAN_FIELDS = 8, SPAN_NODES = 3;
-// Of a block: the word of the item that it begins, its flags (merge.cuh), and the launches with these buffers so far.
-constexpr u32 ARRIVAL_FIELDS = 4, ARRIVAL_LAUNCHES = 3;
+// Of a block: the word of the item that it begins, its flags (merge.cuh), and the launches with these buffers so far. Of MLA's first
+// block alone: how many blocks of the merge have read those launches, and the launches (mla_merge.cuh).
+constexpr u32 ARRIVAL_FIELDS = 4, ARRIVAL_READERS = 2, ARRIVAL_LAUNCHES = 3;
+
+// What the parts of a launch carry, given how many there have been before: odd, and another for each.
+__device__ __forceinline__ u32 tag_of(u32 launches) { return 2 * launches + 1; }
+
 constexpr u32 BEHIND = 1 << 16;  // in a word: one block that has left its share behind, above those that have come
 constexpr i32 PART_PREFIX = 1;
 

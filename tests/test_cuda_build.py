@@ -23,7 +23,7 @@ import treeattn.backends as backends
 from treeattn.cli import main
 from treeattn.cuda import binary, build, cache, launch, shipped
 from treeattn.cuda.build import BuildError
-from treeattn.cuda.config import Variant, cuda_config, fp8_tile_rows, variant_of
+from treeattn.cuda.config import Variant, cuda_config, fp8_tile_rows, merge_of, variant_of
 from treeattn.driver import DriverError
 from treeattn.geometry import Geometry
 
@@ -132,6 +132,9 @@ def test_latent_rows_in_fp8_have_a_kernel(dtype: torch.dtype, kv_dtype: torch.dt
     own, plain = sorted(names, key=len, reverse=True)
     assert own.startswith("mla_fp8_sm90_")
     assert plain.startswith("mla_sm90_")
+    merge = merge_of(geometry)
+    assert merge is not None
+    assert merge.name in build.kernels_in(merge.source)
 
 
 def test_row_tiles_with_an_fp8_cache() -> None:

@@ -27,8 +27,8 @@ from .plan import (
     Step,
     config_of,
     invariant_slots,
-    merges_itself,
     prepare_step,
+    tags_parts,
     update_plan_,
 )
 from .validate import refuse_in_capture, validate_update, validation_wanted
@@ -266,7 +266,7 @@ class StaticBuffers:
         With W = ceil(max_q_len / 64) and T = max_total_q, the layout takes ``T * (8 * W + 20) + 20 * max_batch + 28``
         bytes. A Triton or CUDA group with P programs and row tiles of R takes
         ``8 * P * R * (head_dim_v + 1) + 80 * P + 64 * max_batch``: two float32 partials (out and lse) a program.
-        A CUDA one whose kernel merges them (no MLA, not batch-invariant) has a tag behind each lse, ``8 * P * R`` more.
+        A CUDA one that is not batch-invariant has a tag behind each lse, ``8 * P * R`` more.
         Groups of the other backends take nothing. A batch-invariant one has
         ``4 * R * (head_dim_v + 1)`` for each of :func:`treeattn.plan.invariant_slots`
         in place of the first term. With "auto" P and R are those of the backend that it takes, the CUDA kernels taken
@@ -294,7 +294,7 @@ class StaticBuffers:
                 if group.batch_invariant:
                     slots = invariant_slots(group, config, max_batch, max_q_len, kv_tokens)
                 own = PlanBuffers.allocate(
-                    max_batch, programs, config, group.head_dim_v, meta, slots, merges_itself(name, group)
+                    max_batch, programs, config, group.head_dim_v, meta, slots, tags_parts(name, group)
                 )
                 sizes.append(sum(tensor.nbytes for tensor in tensors_of(own).values()))
             total += max(sizes)

@@ -66,7 +66,7 @@ class PlanBuffers:
     ) -> PlanBuffers:
         """Uninitialised memory, which the first launch of the plan fills; zeros where parts are `tagged`.
 
-        A kernel that merges parts in its own launch knows them by the number of the launch, which it counts here
+        Kernels of csrc that merge parts know them by the number of the launch, which they count here
         (``csrc/merge.cuh``): none of another that had this memory before may be left in it.
         """
         shapes = cls.shapes(batch, num_programs, config.block_m, head_dim, slots, tagged)
@@ -326,9 +326,9 @@ def prepare_step(
     return step
 
 
-def merges_itself(backend: str, geometry: Geometry) -> bool:
-    """Whether the attention kernel merges the parts of an item in its own launch."""
-    return backend == "cuda" and not (geometry.batch_invariant or geometry.shared_kv)
+def tags_parts(backend: str, geometry: Geometry) -> bool:
+    """Whether parts of rows carry tags: whether kernels of csrc merge them."""
+    return backend == "cuda" and not geometry.batch_invariant
 
 
 def planned_for(
@@ -343,7 +343,7 @@ def planned_for(
         every = tokens if kv.kv_indptr is not None else layout.batch * tokens
         slots = invariant_slots(geometry, config, layout.batch, layout.max_q_len, every)
     buffers = PlanBuffers.allocate(
-        layout.batch, programs, config, geometry.head_dim_v, layout.device, slots, merges_itself(backend, geometry)
+        layout.batch, programs, config, geometry.head_dim_v, layout.device, slots, tags_parts(backend, geometry)
     )
     return {"config": config, "num_programs": programs, "buffers": buffers}
 

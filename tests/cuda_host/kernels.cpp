@@ -23,6 +23,7 @@ int block_threads;
 #include "fp8_wide_sm90_d128_window_e5m2.cu"
 #include "mla_fp8_sm90.cu"
 #include "mla_fp8_sm90_e5m2.cu"
+#include "mla_merge_sm90.cu"
 #include "mla_sm90.cu"
 
 static treeattn::AttentionParams call;

@@ -529,6 +529,13 @@ inline u32 load_acquire(const u32* word) {
   return *word;
 }
 inline void store_relaxed(u32* word, u32 number) { *word = number; }
+inline u32 load_relaxed(const u32* word) { return *word; }
+inline u32 count_relaxed(u32* word, u32 last) {
+  const u32 before = *word;
+  *word = before >= last ? 0 : before + 1;
+  progress += 1;
+  return before;
+}
 // Somebody waits for what another block writes, mostly.
 template <int COUNT>
 void load_at_once(u32 (&to)[COUNT], const void* from, bool wanted) {

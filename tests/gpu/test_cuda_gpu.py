@@ -21,7 +21,7 @@ from repeated_calls import RepeatedCalls
 from settings_of_tests import Setting
 
 import treeattn
-from treeattn.cuda.build import Fp8Shape, Fp8WideShape, KernelShape, MlaFp8Shape, kernels_in, source_dir
+from treeattn.cuda.build import Fp8Shape, Fp8WideShape, KernelShape, MlaFp8Shape, MlaMergeShape, kernels_in, source_dir
 from treeattn.cuda.config import KEYS, MLA_DIMS, Variant
 from treeattn.cuda.launch import load
 from treeattn.driver import LOCAL_BYTES
@@ -106,6 +106,8 @@ def test_as_many_blocks_fit_as_the_plan_counts_on(source: str) -> None:
                               cached=shape.format.lower(), rows=shape.rows)  # fmt: skip
         elif isinstance(shape, MlaFp8Shape):
             variant = variant._replace(cached=shape.format.lower())
+        elif isinstance(shape, MlaMergeShape):
+            variant = variant._replace(merges=True)
         assert variant.name == name
         function = load(variant, torch.cuda.current_device())
         assert function.attribute(LOCAL_BYTES) == 0, name

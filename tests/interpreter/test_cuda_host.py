@@ -36,8 +36,8 @@ from treeattn import backends
 from treeattn.backends import choose_backend
 from treeattn.buffers import tensors_of
 from treeattn.capabilities import CAPABILITIES, Asked, missing
-from treeattn.cuda.build import Fp8Shape, Fp8WideShape, MlaFp8Shape, kernels_in, source_dir
-from treeattn.cuda.config import cuda_config, variant_of
+from treeattn.cuda.build import Fp8Shape, Fp8WideShape, MlaFp8Shape, MlaMergeShape, kernels_in, source_dir
+from treeattn.cuda.config import MERGE_BLOCKS, cuda_config, merge_of, variant_of
 from treeattn.cuda.launch import CacheMaps, fill, params_of, scale_at
 from treeattn.driver import UINT8
 from treeattn.fallback import FallbackLaunch, triton_twin
@@ -45,7 +45,7 @@ from treeattn.geometry import Geometry
 from treeattn.kernels import launch as launching
 from treeattn.kernels.plan import WORK_LANE, WORK_LEFT, WORK_ROW_TILES
 from treeattn.kv import cache_strides
-from treeattn.plan import Step, merges_itself
+from treeattn.plan import Step, tags_parts
 from treeattn.testing import Case, Options, Placement, build_case, check_case, draw_tree, judge, random_case
 from treeattn.testing.run import StaticRun, asked_of, call_of, group_of, previous_of
 
@@ -73,7 +73,7 @@ def built(folder: Path, macro: str) -> Path:
             for path in (*source_dir().iterdir(), *HOST.iterdir()):
                 shutil.copy(path, sources)
             names = [name for source in source_dir().glob("*.cu") for name, shape in kernels_in(source.name).items()
-                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape | Fp8WideShape | MlaFp8Shape)]  # fmt: skip
+                     if shape.dtype == CALLED or isinstance(shape, Fp8Shape | Fp8WideShape | MlaFp8Shape | MlaMergeShape)]  # fmt: skip
             listed = " ".join(f"TREEATTN_NAMED({name})" for name in names)
             subprocess.run(
                 [str(GXX), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DTREEATTN_KERNELS={listed}",
@@ -129,10 +129,15 @@ class HostAttention:
         at = [0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, k_tree, v_tree, out, lse, sinks)]
         maps = self.maps.of(at[1], at[2], k.shape[0])
         fill(memoryview(self.params).cast("B"), maps, *at, scale, cap, scale_at(k_scale), scale_at(v_scale))
-        name = variant_of(self.step, config, cap > 0, k_tree is not None).name.encode()
-        address, schedule = ctypes.addressof(self.params), next(SCHEDULES)
-        done = self.library.run_kernel(name, address, self.step.num_programs, 32 * config.num_warps, schedule)
-        assert done, f"a standstill (schedule {schedule})"
+        grids = [(variant_of(self.step, config, cap > 0, k_tree is not None), 1, 32 * config.num_warps)]
+        merge = merge_of(self.step)
+        if merge is not None:
+            grids.append((merge, MERGE_BLOCKS, MlaMergeShape.threads))
+        for kernel, blocks, threads in grids:
+            address, schedule = ctypes.addressof(self.params), next(SCHEDULES)
+            blocks *= self.step.num_programs
+            done = self.library.run_kernel(kernel.name.encode(), address, blocks, threads, schedule)
+            assert done, f"a standstill of {kernel.name} (schedule {schedule})"
 
     first = __call__
 
@@ -148,7 +153,7 @@ def host_launch(library: Any) -> type[launching.LayerLaunch]:
             self.attention: Any = HostAttention(
                 library, step, q, k_tree, v_tree, out, lse, scoring, rest["cache_strides"], rest["zero_tail"]
             )
-            if merges_itself("cuda", step):
+            if tags_parts("cuda", step):
                 self.finish.first = lambda *leading: None  # the attention kernel merges
 
     return HostLayerLaunch
@@ -162,8 +167,8 @@ def on_host(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treeattn.cuda.launch.encode_tensor_map", host_map)
     planning = sys.modules["treeattn.plan"]
     monkeypatch.setattr(planning, "group_config", lambda arch, geometry, width: cuda_config(geometry, width))
-    monkeypatch.setattr(planning, "merges_itself", lambda backend, geometry: merges_itself("cuda", geometry))
-    monkeypatch.setattr("treeattn.buffers.merges_itself", lambda backend, geometry: merges_itself("cuda", geometry))
+    monkeypatch.setattr(planning, "tags_parts", lambda backend, geometry: tags_parts("cuda", geometry))
+    monkeypatch.setattr("treeattn.buffers.tags_parts", lambda backend, geometry: tags_parts("cuda", geometry))
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ class MlaShape:
         panels = 4 * self.latents + self.ropes + kept + 2
         handed = 2 * (64 + 64 + 4) * 4
         barriers = 4 * self.latents + 2 * self.ropes + 4 + 2 * ITEMS
-        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES
+        rest = -(-(handed + 8 * barriers) // 16) * 16 + (1 + ITEMS) * CURSOR_BYTES + 4
         return _atoms(panels * 64 * 128 + rest)
 
 
@@ -192,6 +192,18 @@ class MlaFp8Shape(MlaShape):
         return super().shared_bytes + 6 * 64 * 64
 
 
+@dataclass(frozen=True)
+class MlaMergeShape:
+    """The same of a ``TREEATTN_MLA_MERGE`` line."""
+
+    dtype: str
+
+    blocks: ClassVar[int] = 4
+    threads: ClassVar[int] = 128
+    layout: ClassVar[str] = ""
+    shared_bytes: ClassVar[int] = 0
+
+
 class BuildError(RuntimeError):
     """The kernels could not be built; the message says what is missing, or holds the compiler's words."""
 
@@ -205,9 +217,10 @@ def source_dir() -> Path:
     raise BuildError(f"the CUDA sources are neither in {package / 'csrc'} nor in {package.parent / 'csrc'}")
 
 
-Shape = KernelShape | Fp8Shape | MlaShape
+Shape = KernelShape | Fp8Shape | MlaShape | MlaMergeShape
 SHAPES: dict[str, Callable[..., Shape]] = {
     "ATTENTION": KernelShape, "FP8": Fp8Shape, "FP8_WIDE": Fp8WideShape, "MLA": MlaShape, "MLA_FP8": MlaFp8Shape,
+    "MLA_MERGE": MlaMergeShape,
 }  # fmt: skip
 
 

@@ -16,6 +16,8 @@ WIDE = 256
 MLA_DIMS = (576, 512)
 """Of latent rows: of K, and of V in it."""
 MLA_WARPS = 16
+MERGE_BLOCKS = 16
+"""Of the merge of MLA, for each program of the plan (csrc/mla_merge.cuh)."""
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 FP8_ROWS = (40, 72)
@@ -46,6 +48,8 @@ class Variant(NamedTuple):
         Of a consumer: 64, or one of `FP8_ROWS` for FP8 caches.
     fresh : bool
         Of the wide kernels for FP8 caches, one whose products are in bf16, as fresh rows are.
+    merges : bool
+        The merge of MLA, whatever its cache.
     """
 
     dtype: str
@@ -56,10 +60,13 @@ class Variant(NamedTuple):
     cached: str = ""
     rows: int = 64
     fresh: bool = False
+    merges: bool = False
 
     @property
     def name(self) -> str:
         """Of the kernel's function."""
+        if self.merges:
+            return f"mla_merge_sm90_{self.dtype}"
         if self.is_mla:
             return f"mla_fp8_sm90_{self.dtype}_{self.cached}" if self.cached else f"mla_sm90_{self.dtype}"
         if self.rows in FP8_ROWS:
@@ -71,6 +78,8 @@ class Variant(NamedTuple):
     @property
     def source(self) -> str:
         """The file of ``csrc`` that has it."""
+        if self.merges:
+            return "mla_merge_sm90.cu"
         suffix = "_e5m2" if self.cached == "e5m2" else ""
         if self.is_mla:
             return f"mla_fp8_sm90{suffix}.cu" if self.cached else "mla_sm90.cu"
@@ -157,3 +166,10 @@ def variant_of(
         )
     fresh = (geometry.fresh_tree if fresh is None else fresh) and bool(cached) and geometry.dtype == torch.bfloat16
     return Variant(dtype, geometry.head_dim, config.block_m // 64, config.block_n, options, cached, fresh=fresh)
+
+
+def merge_of(geometry: Geometry) -> Variant | None:
+    """The kernel that merges a geometry's partials in a launch of its own, where csrc has one."""
+    if not geometry.shared_kv or geometry.batch_invariant:
+        return None
+    return Variant(DTYPE_NAMES[geometry.dtype], geometry.head_dim, 1, KEYS, merges=True)

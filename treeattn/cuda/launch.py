@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +31,11 @@ from ..driver import (
     make_current,
 )
 from ..kernels.launch import LOG2_E, PARTS, Launch, LayerLaunch, finish_leading, is_ranged, split_of, window_of
-from ..plan import Step, merges_itself
+from ..plan import Step, tags_parts
 from ..scoring import Scale, Scoring, scale_kind
 from .binary import Binary, asked_macros, load_first
 from .build import kernels_in
-from .config import KEYS, Variant, variant_of
+from .config import KEYS, MERGE_BLOCKS, Variant, merge_of, variant_of
 from .params import Q_SIGNS, AttentionParams, TensorMap, division
 
 ROW_BYTES = 16
@@ -99,7 +100,7 @@ def index_of(device: torch.device) -> int:
 
 
 def prepare(step: Step, capped: bool = False, fresh: bool | None = None) -> Function:
-    """Load the kernel of a step, for calls with a soft cap or without, once; see :func:`load`.
+    """Load the kernel of a step, for calls with a soft cap or without, once; see :func:`load`. And its merge.
 
     And with fresh rows or without: both, where `fresh` is not known yet, as a capture loads none.
     """
@@ -108,7 +109,14 @@ def prepare(step: Step, capped: bool = False, fresh: bool | None = None) -> Func
     if fresh is None:
         prepare(step, capped, not step.fresh_tree)
         fresh = step.fresh_tree
-    variant = variant_of(step, step.config, capped, fresh)  # most geometries have one for both
+    merge = merge_of(step)
+    if merge is not None:
+        loaded(step, merge)
+    return loaded(step, variant_of(step, step.config, capped, fresh))  # most geometries have one for both
+
+
+def loaded(step: Step, variant: Variant) -> Function:
+    """A kernel on the device of a step, which keeps it."""
     function: Function | None = step.launches.get(variant.name)
     if function is None:
         function = load(variant, index_of(step.layout.device), asked_macros())
@@ -289,34 +297,42 @@ def fill(
     SCALES.pack_into(params, SCALES_AT, size, sign, cap_in, cap * LOG2_E, k_scale[1], v_scale[1])
 
 
+class Grid(NamedTuple):
+    """A kernel, with how many blocks of how many threads it is launched."""
+
+    function: Function
+    blocks: int
+    threads: int
+
+
 class Block:
-    """What one launch at a time hands the driver.
+    """What the launches of one call at a time hand the driver.
 
     Attributes
     ----------
     params : memoryview
-        Of the params struct.
-    config : LaunchConfig
-        For its stream.
-    launch : callable
-        Launches with what is written, and returns the driver's code.
+        Of the params struct, which all kernels of a call read.
+    launches : list of (LaunchConfig, callable)
+        In their order. The one takes the stream; the other launches with what is written and returns the driver's code.
     """
 
-    __slots__ = ("config", "launch", "params")
+    __slots__ = ("launches", "params")
 
-    def __init__(self, template: AttentionParams, function: Function, grid: int, threads: int) -> None:
+    def __init__(self, template: AttentionParams, grids: Sequence[Grid]) -> None:
         params = AttentionParams.from_buffer_copy(template)
         self.params = memoryview(params).cast("B")
-        # its prologue may run while what is before it in the stream still does
-        early = ctypes.pointer(LaunchAttribute(PROGRAMMATIC_SERIALIZATION, 1))
-        self.config = LaunchConfig((grid, 1, 1), (threads, 1, 1), function.shared_bytes, None, early, 1)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        at = ctypes.addressof(self.config), function.handle, arguments, None
-        self.launch = partial(driver().cuLaunchKernelEx, *at)
+        self.launches = []
+        for function, blocks, threads in grids:
+            # its prologue may run while what is before it in the stream still does
+            early = ctypes.pointer(LaunchAttribute(PROGRAMMATIC_SERIALIZATION, 1))
+            config = LaunchConfig((blocks, 1, 1), (threads, 1, 1), function.shared_bytes, None, early, 1)
+            at = ctypes.addressof(config), function.handle, arguments, None
+            self.launches.append((config, partial(driver().cuLaunchKernelEx, *at)))
 
 
 class AttentionLaunch:
-    """The attention kernel of a step.
+    """The attention kernel of a step, and the merge of MLA's.
 
     Threads may share a launch: each takes a block that no other has (:class:`treeattn.kernels.packed.PackedLaunch`).
     """
@@ -336,12 +352,15 @@ class AttentionLaunch:
         if step.config is None:
             raise ValueError("a step of the cuda backend has a configuration")
         self.device_index = index_of(step.layout.device)
-        self.function = prepare(step, scoring.logits_soft_cap > 0, k_tree is not None)
+        function, merge = prepare(step, scoring.logits_soft_cap > 0, k_tree is not None), merge_of(step)
+        self.grids = [Grid(function, step.num_programs, 32 * step.config.num_warps)]
+        if merge is not None:
+            threads = kernels_in(merge.source)[merge.name].threads
+            self.grids.append(Grid(loaded(step, merge), MERGE_BLOCKS * step.num_programs, threads))
         self.kept = (step.buffers, step.layout, step.kv, step.words32)  # their addresses are in the struct
         self.maps = CacheMaps(step, cache_strides)
         self.template = params_of(step, q, k_tree, v_tree, out, lse, scoring, cache_strides, zero_tail)
         self.template.page_rows = self.maps.rows
-        self.grid, self.threads = step.num_programs, 32 * step.config.num_warps
         self.free: list[Block] = []
 
     def __call__(
@@ -369,16 +388,18 @@ class AttentionLaunch:
         try:
             block = self.free.pop()
         except IndexError:
-            block = Block(self.template, self.function, self.grid, self.threads)
+            block = Block(self.template, self.grids)
         maps = self.maps.of(k, v, num_pages)
         fill(block.params, maps, q, k, v, k_tree, v_tree, out, lse, sinks, scale, cap, k_scale, v_scale)
-        block.config.stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        code = block.launch()
-        if code:
-            if code == INVALID_CONTEXT:
-                make_current(self.device_index)
-                code = block.launch()
-            check(f"launch of {self.function.name}", code)
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        for number, (config, launch) in enumerate(block.launches):
+            config.stream = stream
+            code = launch()
+            if code:
+                if code == INVALID_CONTEXT:
+                    make_current(self.device_index)
+                    code = launch()
+                check(f"launch of {self.grids[number].function.name}", code)
         self.free.append(block)
 
 
@@ -392,7 +413,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class CudaLayerLaunch:
-    """The launch of a layer call, and of a merge for MLA and in batch-invariant mode; arguments: `LayerLaunch`."""
+    """The launches of a layer call, in batch-invariant mode with Triton's merge; arguments: `LayerLaunch`."""
 
     def __init__(
         self,
@@ -409,7 +430,7 @@ class CudaLayerLaunch:
     ) -> None:
         self.attention = AttentionLaunch(step, q, k_tree, v_tree, out, lse, scoring, cache_strides, zero_tail)
         self.finish: Launch | None = None
-        if not merges_itself("cuda", step):
+        if not tags_parts("cuda", step):
             self.finish = LayerLaunch(
                 step, q, k_tree, v_tree, out, lse, scoring, cache_strides=cache_strides, zero_tail=zero_tail
             ).finish

@@ -14,7 +14,7 @@ from ..config import KernelConfig
 from ..geometry import Geometry
 from .binary import asked_macros
 from .build import BuildError
-from .config import variant_of
+from .config import merge_of, variant_of
 from .launch import NotLoadedError, index_of, load
 
 failed: dict[tuple[int, tuple[str, ...]], str] = {}
@@ -31,8 +31,9 @@ def load_every(geometry: Geometry, config: KernelConfig, device: torch.device) -
         return False
     try:
         caps = (False, True) if missing("cuda", "cuda", Asked(geometry, logits_soft_cap=1.0)) is None else (False,)
-        variants = (variant_of(geometry, config, capped, fresh) for capped in caps for fresh in (False, True))
-        for variant in dict.fromkeys(variants):
+        variants = [variant_of(geometry, config, capped, fresh) for capped in caps for fresh in (False, True)]
+        merge = merge_of(geometry)
+        for variant in dict.fromkeys(variants if merge is None else [*variants, merge]):
             load(variant, index, macros)
     except NotLoadedError:
         return False
