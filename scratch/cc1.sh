@@ -1,0 +1,1 @@
+f=$1; nvcc -std=c++17 -arch=sm_90a -Xptxas=-v -I/work/main/csrc -cubin -o /tmp/o_$(basename $f).cubin $f 2>&1 | grep -E "spill|error|C75" | awk -v n="$(basename $f)" '/error|C75/{print n, $0} /spill/{if($5>0) s=s" "$5"/"$9} END{print n, s}'
