@@ -120,7 +120,7 @@ struct MlaFp8Producer : MlaProducer<Q_STEPS, LATENTS, ROPES, 1> {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half)
         stream_async_16(arriving(third, index, half), (rows[half] & ~1ull) + panel_at(index) * PANEL_COLUMNS,
-                      rows[half] & 1 ? 0 : 16);
+                        rows[half] & 1 ? 0 : 16);
     }
     copy_async_commit();
   }

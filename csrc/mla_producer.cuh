@@ -71,8 +71,10 @@ struct MlaProducer {
     for (u32 part = 0; part < Ring::PARTS; ++part) {
       const u32 to = ring.wait(), bytes = 2 * (ring.dim + part * Ring::PART_DIMS);
       spoil(ring, to);
-      copy_rows<Ring::PART_DIMS, 32, ATOM_BYTES, true>(copy_place<Ring::PART_DIMS>(to, MLA_PANEL_BYTES, 0, lane), low + bytes, lane);
-      copy_rows<Ring::PART_DIMS, 32, ATOM_BYTES, true>(copy_place<Ring::PART_DIMS>(to, MLA_PANEL_BYTES, 32, lane), high + bytes, lane);
+      copy_rows<Ring::PART_DIMS, 32, ATOM_BYTES, true>(copy_place<Ring::PART_DIMS>(to, MLA_PANEL_BYTES, 0, lane), low + bytes,
+                                                       lane);
+      copy_rows<Ring::PART_DIMS, 32, ATOM_BYTES, true>(copy_place<Ring::PART_DIMS>(to, MLA_PANEL_BYTES, 32, lane),
+                                                       high + bytes, lane);
       copy_async_arrive(ring.barrier());
       ring.place = ring.place.next();
     }
